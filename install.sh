@@ -1,0 +1,155 @@
+#!/usr/bin/env bash
+# Makes the virtual environment (.venv, or $VENV) that everything here runs in.
+#
+# One `pip install -r requirements.txt` cannot do it: Horovod is compiled against the
+# TensorFlow and Open MPI that must be there first, and its binary remembers where
+# they lie, so it is built anew for each environment. Needs no root.
+#
+#   ./install.sh            set up, or mend, or do nothing when all is well
+#   VENV=/opt/venv PYTHON=python3.12 ./install.sh
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd "$here"
+venv=${VENV:-.venv}
+needed_mb=4000 # TensorFlow 1.9 GB, the rest 0.4 GB, the build and pip's cache
+
+say() { printf 'install: %s\n' "$*"; }
+fail() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
+
+find_python() {
+    local python
+    for python in ${PYTHON:-python3.11 python3.12 python3.10 python3}; do
+        if "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' \
+            2>/dev/null; then
+            printf '%s' "$python"
+            return
+        fi
+    done
+    if [ -n "${PYTHON:-}" ]; then
+        fail "PYTHON=$PYTHON is not a Python 3.10, 3.11 or 3.12"
+    fi
+    fail "Python 3.10, 3.11 or 3.12 is needed and none was found" \
+        "(Debian, Ubuntu: apt install python3 python3-venv; or set PYTHON)"
+}
+
+check_machine() {
+    case "$(uname -s) $(uname -m)" in
+        "Linux x86_64" | "Linux aarch64") ;;
+        *) fail "Linux on x86_64 or aarch64 is needed, found $(uname -sm)" ;;
+    esac
+    command -v make >/dev/null || fail "make is needed (Debian, Ubuntu: apt install make)"
+    command -v "${CXX:-g++}" >/dev/null \
+        || fail "a C++17 compiler is needed, ${CXX:-g++} was not found (Debian, Ubuntu: apt install g++)"
+    echo 'int main() { if constexpr (true) return 0; }' \
+        | "${CXX:-g++}" -std=c++17 -x c++ -fsyntax-only - 2>/dev/null \
+        || fail "a C++17 compiler is needed, ${CXX:-g++} cannot compile C++17 (Debian, Ubuntu: apt install g++)"
+    local free_mb
+    free_mb=$(df -Pm "$(dirname "$venv")" | awk 'NR == 2 { print $4 }')
+    [ "$free_mb" -ge "$needed_mb" ] \
+        || fail "$needed_mb MB of disk are needed for $venv, $free_mb MB are free"
+}
+
+# What the environment was made from: any change of it makes a new one.
+recipe() {
+    { cat install.sh requirements.txt requirements-dev.txt; pwd; echo "$venv"; } | sha256sum | cut -d' ' -f1
+}
+
+# Every file of every package is there with its size: a second or less.
+intact() {
+    [ "$(cat "$venv/.installed" 2>/dev/null)" = "$(recipe)" ] || return 1
+    "$venv/bin/python" - 2>/dev/null <<'PYTHON'
+import csv, pathlib, sys, sysconfig
+site = pathlib.Path(sysconfig.get_path("purelib"))
+records = list(site.glob("*.dist-info/RECORD"))
+for record in records:
+    for name, _, size in csv.reader(record.open()):
+        if size and (site / name).stat().st_size != int(size):
+            sys.exit(f"{name} is damaged")
+sys.exit(not records)
+PYTHON
+}
+
+make_venv() {
+    local python=$1
+    if ! "$python" -m venv --clear "$venv" >"$log" 2>&1; then
+        # Debian splits ensurepip off; any pip from 22.3 on can bring the first one.
+        "$python" -m venv --clear --without-pip "$venv" >"$log" 2>&1 \
+            && "$python" -m pip --python "$venv/bin/python" install -q pip >>"$log" 2>&1 \
+            || fail "$python can make no virtual environment (Debian, Ubuntu: apt install python3-venv); see $log"
+    fi
+    : >"$venv/.made-by-install.sh"
+}
+
+# Runs a command with its output in the log; shows a line of progress now and then.
+run() {
+    local what=$1 begin=$SECONDS shown=$SECONDS done_percent
+    shift
+    say "$what"
+    "$@" >>"$log" 2>&1 &
+    local pid=$!
+    trap 'kill "$pid" 2>/dev/null' EXIT
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 1
+        if [ $((SECONDS - shown)) -ge 15 ]; then
+            shown=$SECONDS
+            done_percent=$(grep -oE '^ *\[ *[0-9]+%\]' "$log" | tail -n 1 | tr -d '[] ' || true)
+            say "  $((SECONDS - begin)) s ${done_percent:+, $done_percent compiled}"
+        fi
+    done
+    trap - EXIT
+    if ! wait "$pid"; then
+        tail -n 20 "$log" >&2
+        fail "$what failed; the lines above are the end of $here/$log"
+    fi
+}
+
+check_build() {
+    say "checking Horovod"
+    local build
+    build=$(TF_CPP_MIN_LOG_LEVEL=3 horovodrun --check-build 2>>"$log") \
+        || fail "horovodrun --check-build failed; see $log"
+    for part in TensorFlow MPI Gloo; do
+        grep -qF "[X] $part" <<<"$build" \
+            || fail "Horovod was built without $part: see $log"
+    done
+    horovodrun -np 2 python -c 'import horovod.tensorflow as hvd; hvd.init(); assert hvd.size() == 2' \
+        >>"$log" 2>&1 || fail "hvd.init() failed on two ranks; see $log"
+}
+
+exec 9>"$venv.lock" # two at once: the second waits, then finds all done
+command -v flock >/dev/null && flock 9
+if intact; then
+    say "$venv is complete"
+    exit 0
+fi
+if [ -e "$venv" ] && [ ! -e "$venv/.made-by-install.sh" ] \
+    && [ -n "$(ls -A "$venv")" ]; then
+    fail "$venv exists and install.sh did not make it: name another place, VENV=..."
+fi
+[ ! -e "$venv" ] || say "$venv is incomplete or out of date: making it anew"
+python=$(find_python)
+check_machine
+log=$venv.log
+say "$venv with $("$python" --version), about 3 to 7 minutes"
+make_venv "$python"
+venv=$(cd "$venv" && pwd)
+# shellcheck disable=SC1091
+. "$venv/bin/activate"
+unset PYTHONPATH PYTHONHOME
+
+run "pip, TensorFlow, Open MPI and mpi4py" \
+    pip install -v --no-warn-script-location -r <(grep -v '^horovod' requirements.txt) \
+    -r requirements-dev.txt 'setuptools<81' wheel packaging 'cmake==3.27.*'
+run "Horovod, from source" env HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_MPI=1 \
+    HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
+    pip install -v --no-build-isolation --no-cache-dir "$(grep '^horovod' requirements.txt)"
+# Root in a container: mpirun refuses root unless these are set (horovodrun does not).
+cat >>"$venv/bin/activate" <<'ACTIVATE'
+if [ "$(id -u)" = 0 ]; then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+ACTIVATE
+check_build
+recipe >"$venv/.installed"
+say "done: . ${VENV:-.venv}/bin/activate"

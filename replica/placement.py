@@ -1,0 +1,165 @@
+"""Which GPU, CPU cores and threads a rank uses, by its place on its host.
+
+All of it is decided from the environment, before TensorFlow, Horovod or MPI start, and
+told to them through the environment. What the user or the launcher has set stays.
+"""
+
+import glob
+import os
+import sys
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# Where launchers tell a process its rank, the number of ranks, and both for its host.
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    + ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A process's place in the job and on its host."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+def slot(environ: MutableMapping[str, str] = os.environ) -> Slot:
+    """This process's slot, as its launcher told it; alone without a launcher."""
+    for names in LAUNCHERS:
+        if all(name in environ for name in names):
+            return Slot(*(int(environ[name]) for name in names))
+    return Slot()
+
+
+def share(cores: list[int], local_rank: int, local_size: int) -> list[int]:
+    """The cores of one rank: an equal part, or one core each when ranks outnumber."""
+    if local_size >= len(cores):
+        return [cores[local_rank % len(cores)]]
+    first, end = (len(cores) * r // local_size for r in (local_rank, local_rank + 1))
+    return cores[first:end]
+
+
+def neighbours_first(cores: Iterable[int]) -> list[int]:
+    """``cores`` with the hardware threads of one core, and of one socket, in a row."""
+
+    def place(core: int) -> tuple[int, ...]:
+        topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+        try:
+            names = ("physical_package_id", "core_id")
+            return *(int((topology / name).read_text()) for name in names), core
+        except (OSError, ValueError):
+            return 0, core, core
+
+    return sorted(cores, key=place)
+
+
+def bound_already(cores: set[int], environ: MutableMapping[str, str]) -> bool:
+    """Whether somebody has given this very process its cores.
+
+    Open MPI says so; otherwise a process that was bound has other cores than the
+    launcher that started it.
+    """
+    if "OMPI_MCA_orte_bound_at_launch" in environ:
+        return True
+    try:
+        return os.sched_getaffinity(os.getppid()) != cores
+    except OSError:  # the parent has gone
+        return False
+
+
+def visible_gpus(environ: MutableMapping[str, str]) -> list[str]:
+    """The GPUs that this process may use, by the names that CUDA gives them."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return [str(n) for n in range(len(glob.glob("/proc/driver/nvidia/gpus/*")))]
+    names = [name.strip() for name in listed.split(",")]
+    hidden = next((i for i, name in enumerate(names) if name in ("", "-1")), None)
+    return names[:hidden]  # CUDA too stops at the first name that is none
+
+
+def choose_gpu(gpus: list[str], local_rank: int, num_gpus: int) -> str | None:
+    """The GPU of a rank among the first ``num_gpus`` of ``gpus``; None for the CPU."""
+    usable = gpus[:num_gpus]
+    return usable[local_rank % len(usable)] if usable else None
+
+
+def settle(
+    num_gpus: int,
+    stall_timeout: int,
+    environ: MutableMapping[str, str] = os.environ,
+) -> list[str]:
+    """Place this process; returns lines that say what was decided.
+
+    Args:
+        num_gpus: GPUs of each machine; 0 for the CPU.
+        stall_timeout: seconds after which Horovod ends a job that waits for a rank;
+            0 for never.
+    """
+    here = slot(environ)
+
+    def default(name: str, value: object) -> str:
+        """Set a variable unless it is set; returns how that reads in a line."""
+        if name in environ:
+            return f"{environ[name]} (as set by {name})"
+        environ[name] = str(value)
+        return str(value)
+
+    cores = os.sched_getaffinity(0)
+    if here.local_size == 1:
+        mine, how = sorted(cores), "all of them"
+    elif bound_already(cores, environ):
+        mine, how = sorted(cores), "as bound by the launcher"
+    else:
+        mine = share(neighbours_first(cores), here.local_rank, here.local_size)
+        os.sched_setaffinity(0, mine)
+        how = f"of {len(cores)}, split by local rank"
+    # Bound to a socket with other ranks, a rank still gets no more than its part.
+    threads = min(len(mine), max(1, (os.cpu_count() or 1) // here.local_size))
+    threads_line = default("TF_NUM_INTRAOP_THREADS", threads)
+    default("TF_NUM_INTEROP_THREADS", threads)
+    default("OMP_NUM_THREADS", threads)
+    lines = [f"cores: {_ranges(mine)} on rank 0, {how}; threads: {threads_line}"]
+
+    # A rank has two busy threads, TensorFlow's and Horovod's. On fewer than two cores
+    # a wait that spins takes the core from a computation, its own or a neighbour's.
+    crowded = here.local_size > 1 and len(mine) < 2
+    yields = default("OMPI_MCA_mpi_yield_when_idle", int(crowded))
+    cycle = default("HOROVOD_CYCLE_TIME", 0.2)  # milliseconds; Horovod's is 1
+    lines.append(f"MPI yields when idle: {yields}; Horovod cycle: {cycle} ms")
+
+    # Horovod ends no job earlier than it warns.
+    stall = default("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", stall_timeout)
+    if stall_timeout:
+        default("HOROVOD_STALL_CHECK_TIME_SECONDS", max(1, stall_timeout // 2))
+    lines.append(f"stalled job ends after: {stall} s")
+
+    gpus = visible_gpus(environ)
+    gpu = choose_gpu(gpus, here.local_rank, num_gpus)
+    environ["CUDA_VISIBLE_DEVICES"] = "-1" if gpu is None else gpu
+    default("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    why = f"--num_gpus {num_gpus}, {len(gpus)} visible"
+    lines.append(f"device: {'CPU' if gpu is None else f'GPU {gpu} on rank 0'} ({why})")
+
+    default("TF_CPP_MIN_LOG_LEVEL", 2)  # errors only, or each rank tells its CPU flags
+    if Path(sys.prefix, "lib", "libmpi.so").exists():
+        # Open MPI from its wheel looks where it was built, unless mpirun starts it.
+        environ.setdefault("OPAL_PREFIX", sys.prefix)
+    return lines
+
+
+def _ranges(cores: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2,5"."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)

@@ -1,0 +1,136 @@
+"""What a run tells: lines, a progress bar, the final JSON line, and how it fails.
+
+The root rank alone writes to the terminal: text to stderr, the final line to stdout.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from replica import placement
+
+# How long a rank waits before it tells of an error: if all ranks have the same one,
+# the root has told it by then and the launcher has ended the rest.
+HOLD_BACK_SECONDS = 3.0
+
+
+class Refusal(Exception):
+    """Bad input or a hopeless state: the message is the one line that a user needs."""
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums over the samples of a set, and the means that they give."""
+
+    loss_sum: float  # the figure that the seed's program reports
+    correct: float
+    samples: float
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy."""
+        return self.loss_sum / self.samples
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers, 0 to 1."""
+        return self.correct / self.samples
+
+
+def say(line: str) -> None:
+    """Write one line to stderr, from the root rank only."""
+    if placement.slot().rank == 0:
+        write(line)
+
+
+def write(text: str) -> None:
+    """Write ``text`` and a newline to stderr from any rank, in one piece."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def final(report: dict) -> None:
+    """Write the one line of a run that goes to stdout, from the root rank only."""
+    if placement.slot().rank == 0:
+        sys.stdout.write(json.dumps(report) + "\n")
+        sys.stdout.flush()
+
+
+def progress(total: int, unit: str, scale: bool = False) -> tqdm:
+    """A bar on the root's terminal; nothing elsewhere."""
+    shown = placement.slot().rank == 0 and sys.stderr.isatty()
+    return tqdm(
+        total=total, unit=unit, unit_scale=scale, disable=not shown, leave=False
+    )
+
+
+@contextlib.contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Drop what C++ code writes to stderr, unless the block raises.
+
+    TensorFlow 2.18 writes some lines about CUDA plug-ins at import, on every rank.
+    """
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            log.seek(0)
+            os.write(kept, log.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def run(main: Callable[[], object], prog: str) -> None:
+    """Call ``main`` and leave the process, so that a failing rank ends the job.
+
+    Leaves without the clean-up at exit: Horovod and MPI wait there for the ranks that
+    have not failed, and those wait for this one.
+    """
+    rank, code = placement.slot().rank, 0
+    try:
+        main()
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else int(bool(leave.code))
+    except Refusal as refusal:
+        code = refusal.code
+        told_by = "" if rank == 0 else f"rank {rank}: "
+        _tell(f"{prog}: error: {told_by}{refusal}", rank != 0)
+    except KeyboardInterrupt:
+        code = 130
+        _tell(f"{prog}: interrupted", rank != 0)
+    except BaseException as error:
+        code = 1
+        consequence = type(error).__name__ == "HorovodInternalError"
+        _tell(
+            f"{prog}: rank {rank} failed:\n{traceback.format_exc().rstrip()}",
+            rank != 0 or consequence,
+        )
+    if code == 0:
+        return
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _tell(text: str, hold_back: bool) -> None:
+    if hold_back:
+        time.sleep(HOLD_BACK_SECONDS)
+    write(text)

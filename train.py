@@ -1,0 +1,269 @@
+"""Synchronous data-parallel training: every rank is a replica, Horovod averages.
+
+    python train.py                      # one process
+    horovodrun -np 4 python train.py     # four replicas
+
+Each replica holds all parameters in one flat vector and computes the gradient of its
+own batch; one allreduce averages the gradients; each replica then makes the same Adam
+update to the same parameters. Lines that exist only because there is more than one
+process are marked `# all ranks:` or `# rank 0:`.
+"""
+
+import hashlib
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from replica import data, options, params, placement, report
+from replica.report import Refusal
+
+# Imported by connect(), once the flags are read and the cores are chosen.
+hvd = tf = model = None
+
+STEPS_PER_CALL = 50  # of the loop in the graph; Python looks up in between
+EVALUATION_BATCH = 2500  # samples, so that a large set needs no large memory
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8  # Adam's defaults in TensorFlow 1
+
+
+@dataclass(frozen=True)
+class State:
+    """Parameters and Adam's two moments: float32 variables [size], alike on all ranks."""
+
+    vector: "tf.Variable"
+    mean: "tf.Variable"
+    variance: "tf.Variable"
+
+    def variables(self) -> list["tf.Variable"]:
+        """The three, in one order."""
+        return [self.vector, self.mean, self.variance]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train as ``argv`` (default: the command line) says, and report."""
+    opts = options.parse(argv, "train.py")
+    # all ranks: cores, threads and GPU by local rank, before anything else starts
+    placed = placement.settle(opts.num_gpus, opts.stall_timeout)
+    # all ranks: the first rank of each host fetches, the others wait for the files
+    data.fetch(opts.data_dir, opts.mirrors, placement.slot().local_rank == 0)
+    if opts.download_only:
+        report.say(f"data: {opts.data_dir} is complete")
+        return
+    dataset = data.load(opts.data_dir, opts.num_classes)
+    connect(opts)
+    for line in placed:
+        report.say(line)
+    _, summary = train(opts, dataset)
+    report.final(summary)
+
+
+def connect(opts: options.Options) -> None:
+    """Import TensorFlow and Horovod, and meet the other ranks."""
+    global hvd, tf, model
+    try:
+        with report.quiet_stderr():
+            import horovod.tensorflow as hvd
+            import tensorflow as tf
+
+            from replica import model
+    except Exception as error:
+        raise Refusal(
+            "Horovod does not work with the TensorFlow that is installed "
+            f"({type(error).__name__}: {error}); run ./install.sh".replace("\n", " ")
+        ) from error
+    if opts.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    hvd.init()
+    # all ranks: a rank with other options would train something else, or hang
+    if found := options.disagreement(hvd.allgather_object(asdict(opts))):
+        raise Refusal(found)
+
+
+def train(opts: options.Options, dataset: data.Dataset) -> tuple[np.ndarray, dict]:
+    """Train on every rank; returns the parameters [size] and the final report."""
+    ranks, rank = hvd.size(), hvd.rank()
+    passes = opts.passes_per_update(ranks)
+    batches = ranks * passes  # averaged by one update
+    opts.check_samples(len(dataset.train), ranks, batches)
+    rate = opts.scaled_learning_rate(batches)
+    layout = params.mlp(opts.hidden_units, opts.num_classes)
+    for line in opts.describe(dataset, layout.size, ranks, batches, rate):
+        report.say(line)
+
+    # rank 0: draws the initial values, which the broadcast brings to the others
+    zeros = np.zeros(layout.size, np.float32)
+    first = layout.initial(opts.seed) if rank == 0 else zeros
+    state = State(tf.Variable(first), tf.Variable(zeros), tf.Variable(zeros))
+    # all ranks: start from the parameters and the optimizer state of rank 0
+    for variable in state.variables():
+        variable.assign(hvd.broadcast(variable, root_rank=0))
+    check_equal(state, "at the start")
+
+    loop = build_loop(opts, layout, dataset.train, state, passes, rate)
+    evaluate = build_evaluation(layout, state)
+    sampler = data.Sampler(len(dataset.train), opts.batch_size, opts.seed)
+    loop(np.zeros((0, passes, opts.batch_size), np.int32), 0)  # compile, do no step
+
+    step, seconds, stop = 0, 0.0, False
+    bar = report.progress(opts.train_steps, "step")
+    while step < opts.train_steps and not stop:
+        next_evaluation = opts.next_evaluation(step)
+        while step < next_evaluation:
+            steps = min(STEPS_PER_CALL, next_evaluation - step)
+            # all ranks: of the tickets of a step, rank r takes r, r + ranks, ...
+            tickets = range(step * batches + rank, (step + steps) * batches, ranks)
+            indices = sampler.batches(tickets).reshape(steps, passes, opts.batch_size)
+            began = time.perf_counter()
+            losses = loop(indices, step).numpy()
+            seconds += time.perf_counter() - began
+            refuse_non_finite(losses, step)
+            step += steps
+            bar.update(steps)
+        validation = evaluate(dataset.validation)
+        report.say(
+            f"step {step}: train loss {losses[-1]:.4f}, validation loss "
+            f"{validation.loss:.4f}, accuracy {100 * validation.accuracy:.2f} %, "
+            f"{step / seconds:.0f} steps/s"
+        )
+        reached = validation.accuracy >= (opts.target_accuracy or np.inf)
+        # all ranks: rank 0 decides, so that none goes on alone
+        stop = bool(hvd.broadcast(tf.constant(reached), root_rank=0))
+    bar.close()
+    check_equal(state, "at the end")
+    test = evaluate(dataset.test)
+    return state.vector.numpy(), {
+        "mode": "allreduce",
+        "ranks": ranks,
+        "workers": ranks,
+        "steps": step,
+        "seconds": round(seconds, 3),
+        "steps_per_second": round(step / seconds, 1),
+        "examples_per_second": round(step * batches * opts.batch_size / seconds, 1),
+        "learning_rate": rate,
+        "train_loss": float(losses[-1]),
+        "validation_loss": validation.loss,
+        "validation_loss_sum": validation.loss_sum,
+        "validation_accuracy": validation.accuracy,
+        "test_loss": test.loss,
+        "test_accuracy": test.accuracy,
+        "parameters_sha256": fingerprint([state.vector]).hex(),
+    }
+
+
+def build_loop(opts, layout, samples: data.Split, state: State, passes: int, rate):
+    """The training loop in the graph: a function (indices, step) -> losses.
+
+    It makes one update for each row of ``indices``, int32 [steps, passes, batch], the
+    first as global step ``step`` + 1, and returns the mean loss over all replicas
+    before each, float32 [steps].
+    """
+    images, labels = tf.constant(samples.images), tf.constant(samples.labels)
+    compression = getattr(hvd.Compression, opts.compression)
+
+    def own_batch(indices):
+        """Gradient and loss, [size + 1], of this replica's samples ``indices``."""
+        return model.gradient_and_loss(
+            layout, state.vector, tf.gather(images, indices), tf.gather(labels, indices)
+        )
+
+    def adam(gradient, step):
+        """Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015."""
+        step = tf.cast(step, tf.float32)
+        tf.raw_ops.ResourceApplyAdam(
+            var=state.vector.handle,
+            m=state.mean.handle,
+            v=state.variance.handle,
+            beta1_power=tf.pow(BETA1, step),
+            beta2_power=tf.pow(BETA2, step),
+            lr=rate,
+            beta1=BETA1,
+            beta2=BETA2,
+            epsilon=EPSILON,
+            grad=gradient,
+        )
+
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec([None, passes, opts.batch_size], tf.int32),
+            tf.TensorSpec([], tf.int32),
+        ]
+    )
+    def loop(indices, step):
+        steps = tf.shape(indices)[0]
+        losses = tf.TensorArray(tf.float32, steps)
+        for i in tf.range(steps):
+            total = own_batch(indices[i, 0])
+            for j in tf.range(1, passes):
+                total += own_batch(indices[i, j])
+            # all ranks: the mean over replicas of gradient and loss, in one message
+            total = hvd.allreduce(
+                total / passes, op=hvd.Average, compression=compression, name="gradient"
+            )
+            gradient, loss = total[:-1], total[-1]
+            if opts.clip_norm:
+                gradient = tf.clip_by_norm(gradient, opts.clip_norm)
+            adam(gradient, step + i + 1)
+            losses = losses.write(i, loss)
+        return losses.stack()
+
+    return loop
+
+
+def build_evaluation(layout, state: State):
+    """A function that evaluates the parameters on a data.Split, all ranks together."""
+
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec([None, layout.shapes["hid_w"][0]], tf.uint8),
+            tf.TensorSpec([None], tf.uint8),
+        ]
+    )
+    def sums(images, labels):
+        return model.evaluate(layout, state.vector, images, labels)
+
+    def evaluate(samples: data.Split) -> report.Evaluation:
+        total = tf.zeros(3, tf.float64)
+        # all ranks: each takes every ranks-th sample; sums are added, then divided once
+        share = samples[hvd.rank() :: hvd.size()]
+        for first in range(0, len(share), EVALUATION_BATCH):
+            part = share[first : first + EVALUATION_BATCH]
+            total += sums(part.images, part.labels)
+        total = hvd.allreduce(total, op=hvd.Sum, name="evaluation")
+        return report.Evaluation(*total.numpy().tolist())
+
+    return evaluate
+
+
+def refuse_non_finite(losses: np.ndarray, step: int) -> None:
+    """Stop at a loss that is no number; all ranks see the same averaged losses."""
+    bad = np.flatnonzero(~np.isfinite(losses))
+    if bad.size:
+        raise Refusal(
+            f"step {step + bad[0] + 1}: expected a finite loss, found "
+            f"{losses[bad[0]]}; training has diverged, on one replica at least"
+        )
+
+
+def fingerprint(variables) -> bytes:
+    """SHA-256 of the variables' bytes."""
+    digest = hashlib.sha256()
+    for variable in variables:
+        digest.update(variable.numpy().tobytes())
+    return digest.digest()
+
+
+def check_equal(state: State, when: str) -> None:
+    """Refuse to go on if parameters or optimizer state differ between ranks."""
+    mine = np.frombuffer(fingerprint(state.variables()), np.uint8)
+    # all ranks: compare the digests of all
+    digests = hvd.allgather(tf.constant(mine[np.newaxis]), name="digest").numpy()
+    different = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
+    if different:
+        raise Refusal(
+            f"{when} parameters or optimizer state differ from those of rank 0 on "
+            f"ranks {different}"
+        )
+
+
+if __name__ == "__main__":
+    report.run(main, "train.py")
