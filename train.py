@@ -10,25 +10,28 @@ process are marked `# all ranks:` or `# rank 0:`.
 """
 
 import hashlib
+import os
 import time
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from replica import data, options, params, placement, report
-from replica.report import Refusal
+from replica import data, fetch, options, params, placement, report
+from replica.report import JobError
 
 # Imported by connect(), once the flags are read and the cores are chosen.
 hvd = tf = model = None
 
-STEPS_PER_CALL = 50  # of the loop in the graph; Python looks up in between
+# Steps of the loop in the graph before Python looks up: as many as take about
+# CALL_SECONDS, so that large networks too are reported and stopped in time.
+MOST_STEPS, CALL_SECONDS = 50, 0.5
 EVALUATION_BATCH = 2500  # samples, so that a large set needs no large memory
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8  # Adam's defaults in TensorFlow 1
 
 
 @dataclass(frozen=True)
 class State:
-    """Parameters and Adam's two moments: float32 variables [size], alike on all ranks."""
+    """Parameters and Adam's two moments: float32 variables [size]."""
 
     vector: "tf.Variable"
     mean: "tf.Variable"
@@ -45,7 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     # all ranks: cores, threads and GPU by local rank, before anything else starts
     placed = placement.settle(opts.num_gpus, opts.stall_timeout)
     # all ranks: the first rank of each host fetches, the others wait for the files
-    data.fetch(opts.data_dir, opts.mirrors, placement.slot().local_rank == 0)
+    leader = placement.slot().local_rank == 0
+    fetch.mnist(opts.data_dir, opts.mirrors.split(","), leader)
     if opts.download_only:
         report.say(f"data: {opts.data_dir} is complete")
         return
@@ -67,16 +71,19 @@ def connect(opts: options.Options) -> None:
 
             from replica import model
     except Exception as error:
-        raise Refusal(
+        raise JobError(
             "Horovod does not work with the TensorFlow that is installed "
             f"({type(error).__name__}: {error}); run ./install.sh".replace("\n", " ")
         ) from error
     if opts.deterministic:
         tf.config.experimental.enable_op_determinism()
     hvd.init()
+    gpu = os.environ["CUDA_VISIBLE_DEVICES"]
+    if gpu != "-1" and not tf.config.list_physical_devices("GPU"):
+        report.say(f"device: TensorFlow cannot use GPU {gpu}: training on the CPU")
     # all ranks: a rank with other options would train something else, or hang
     if found := options.disagreement(hvd.allgather_object(asdict(opts))):
-        raise Refusal(found)
+        raise JobError(found)
 
 
 def train(opts: options.Options, dataset: data.Dataset) -> tuple[np.ndarray, dict]:
@@ -105,19 +112,25 @@ def train(opts: options.Options, dataset: data.Dataset) -> tuple[np.ndarray, dic
     loop(np.zeros((0, passes, opts.batch_size), np.int32), 0)  # compile, do no step
 
     step, seconds, stop = 0, 0.0, False
+    per_call = 1
+    # all ranks: a frozen rank stops Horovod too, which then cannot tell of the stall
+    watchdog = report.Watchdog(opts.stall_timeout, "train.py")
     bar = report.progress(opts.train_steps, "step")
     while step < opts.train_steps and not stop:
         next_evaluation = opts.next_evaluation(step)
         while step < next_evaluation:
-            steps = min(STEPS_PER_CALL, next_evaluation - step)
+            steps = min(per_call, next_evaluation - step)
             # all ranks: of the tickets of a step, rank r takes r, r + ranks, ...
             tickets = range(step * batches + rank, (step + steps) * batches, ranks)
             indices = sampler.batches(tickets).reshape(steps, passes, opts.batch_size)
             began = time.perf_counter()
             losses = loop(indices, step).numpy()
-            seconds += time.perf_counter() - began
+            elapsed = time.perf_counter() - began
             refuse_non_finite(losses, step)
-            step += steps
+            step, seconds = step + steps, seconds + elapsed
+            fast = elapsed < CALL_SECONDS
+            per_call = min(2 * per_call, MOST_STEPS) if fast else max(per_call // 2, 1)
+            watchdog.beat(f"step {step}")
             bar.update(steps)
         validation = evaluate(dataset.validation)
         report.say(
@@ -131,6 +144,7 @@ def train(opts: options.Options, dataset: data.Dataset) -> tuple[np.ndarray, dic
     bar.close()
     check_equal(state, "at the end")
     test = evaluate(dataset.test)
+    watchdog.stop()
     return state.vector.numpy(), {
         "mode": "allreduce",
         "ranks": ranks,
@@ -160,10 +174,15 @@ def build_loop(opts, layout, samples: data.Split, state: State, passes: int, rat
     images, labels = tf.constant(samples.images), tf.constant(samples.labels)
     compression = getattr(hvd.Compression, opts.compression)
 
-    def own_batch(indices):
-        """Gradient and loss, [size + 1], of this replica's samples ``indices``."""
-        return model.gradient_and_loss(
-            layout, state.vector, tf.gather(images, indices), tf.gather(labels, indices)
+    def average(total):
+        """The mean of ``total`` [size + 1] over the passes, then over the replicas."""
+        if passes > 1:
+            total /= passes
+        if hvd.size() == 1:
+            return total
+        # all ranks: gradient and loss in one message
+        return hvd.allreduce(
+            total, op=hvd.Average, compression=compression, name="gradient"
         )
 
     def adam(gradient, step):
@@ -189,16 +208,15 @@ def build_loop(opts, layout, samples: data.Split, state: State, passes: int, rat
         ]
     )
     def loop(indices, step):
+        # Gathered for all steps at once: nothing but the step itself is in the loop.
+        x, y = tf.gather(images, indices), tf.gather(labels, indices)
         steps = tf.shape(indices)[0]
         losses = tf.TensorArray(tf.float32, steps)
         for i in tf.range(steps):
-            total = own_batch(indices[i, 0])
+            total = model.gradient_and_loss(layout, state.vector, x[i, 0], y[i, 0])
             for j in tf.range(1, passes):
-                total += own_batch(indices[i, j])
-            # all ranks: the mean over replicas of gradient and loss, in one message
-            total = hvd.allreduce(
-                total / passes, op=hvd.Average, compression=compression, name="gradient"
-            )
+                total += model.gradient_and_loss(layout, state.vector, x[i, j], y[i, j])
+            total = average(total)
             gradient, loss = total[:-1], total[-1]
             if opts.clip_norm:
                 gradient = tf.clip_by_norm(gradient, opts.clip_norm)
@@ -238,7 +256,7 @@ def refuse_non_finite(losses: np.ndarray, step: int) -> None:
     """Stop at a loss that is no number; all ranks see the same averaged losses."""
     bad = np.flatnonzero(~np.isfinite(losses))
     if bad.size:
-        raise Refusal(
+        raise JobError(
             f"step {step + bad[0] + 1}: expected a finite loss, found "
             f"{losses[bad[0]]}; training has diverged, on one replica at least"
         )
@@ -259,7 +277,7 @@ def check_equal(state: State, when: str) -> None:
     digests = hvd.allgather(tf.constant(mine[np.newaxis]), name="digest").numpy()
     different = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
     if different:
-        raise Refusal(
+        raise JobError(
             f"{when} parameters or optimizer state differ from those of rank 0 on "
             f"ranks {different}"
         )

@@ -1,0 +1,1 @@
+"""What both training scripts share; nothing here sends or receives."""

@@ -8,19 +8,20 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
-from replica.data import MIRRORS, Dataset
-from replica.report import Refusal
+from replica.data import Dataset
+from replica.fetch import MIRRORS
+from replica.placement import slot
+from replica.report import JobError
 
 # Flags of the seed's program that the launcher has replaced, and what to do instead.
 RETIRED = {
-    "job_name": "the launcher gives each process its role: "
-    "horovodrun -np 4 python train.py, or mpirun -np 4 python ps_mode.py",
+    "job_name": "the launcher starts every process: horovodrun -np 4 python train.py",
     "task_index": "the launcher numbers the processes: "
-    "horovodrun -np 4 python train.py, or mpirun -np 4 python ps_mode.py",
-    "ps_hosts": "name the hosts to the launcher: "
-    "mpirun --hostfile FILE -np 4 python ps_mode.py",
+    "horovodrun -np 4 python train.py",
+    "ps_hosts": "train.py has no parameter server; name the hosts to the launcher: "
+    "horovodrun -np 4 -H host1:2,host2:2 python train.py",
     "worker_hosts": "name the hosts to the launcher: "
     "horovodrun -np 4 -H host1:2,host2:2 python train.py",
     "existing_servers": "nothing runs beforehand, the launcher starts every process: "
@@ -28,39 +29,152 @@ RETIRED = {
 }
 
 
+def _number(kind: type, accept: Callable[[float], bool], expected: str) -> Callable:
+    """A type for argparse: a finite number that ``accept`` takes."""
+
+    def convert(text: str):
+        try:
+            value = kind(text)
+            if math.isfinite(value) and accept(value):
+                return value
+        except (ValueError, OverflowError):
+            pass
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+
+    return convert
+
+
+COUNT = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+COUNT_OR_0 = _number(int, lambda n: n >= 0, "a whole number of at least 0")
+CLASSES = _number(int, lambda n: 2 <= n <= 256, "a whole number from 2 to 256")
+SEED = _number(int, lambda n: 0 <= n < 2**31, "a whole number from 0 to 2147483647")
+POSITIVE = _number(float, lambda x: x > 0, "a number above 0")
+POSITIVE_OR_0 = _number(float, lambda x: x >= 0, "a number of at least 0")
+FRACTION = _number(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+
+
+def _flag(group: str, default, help: str, **how):  # noqa: A002
+    """A field of Options, with what argparse is told of its flag."""
+    if isinstance(default, bool):
+        how["action"] = argparse.BooleanOptionalAction
+    return field(default=default, metadata={"group": group, "help": help, **how})
+
+
 @dataclass(frozen=True)
 class Options:
-    """What a run was asked to do; the defaults here are the defaults of the flags."""
+    """What a run was asked to do: one field a flag, with the flag's default."""
 
-    data_dir: str | None = None
-    download_only: bool = False
-    mirrors: tuple[str, ...] = MIRRORS
-    num_classes: int = 10
-    hidden_units: int = 100
-    train_steps: int = 200
-    batch_size: int = 100
-    learning_rate: float = 0.01
-    lr_scaling: str = "none"
-    clip_norm: float = 0.0
-    seed: int = 0
-    deterministic: bool = False
-    sync_replicas: bool = True
-    replicas_to_aggregate: int | None = None
-    compression: str = "none"
-    stall_timeout: int = 120
-    eval_every: int = 100
-    target_accuracy: float | None = None
-    num_gpus: int = 1
+    data_dir: str | None = _flag(
+        "data",
+        None,
+        "folder with the four IDX files (plain or .gz) or mnist.npz; if it holds none, "
+        "the full MNIST is fetched into it (default: the sample in the repository)",
+        metavar="DIR",
+    )
+    download_only: bool = _flag(
+        "data", False, "fetch the data into --data_dir, then stop"
+    )
+    mirrors: str = _flag(
+        "data",
+        ",".join(MIRRORS),
+        "folders to fetch the four .gz files from, tried in order",
+        metavar="URL[,URL]",
+    )
+    num_classes: int = _flag(
+        "data", 10, "labels are 0 to this less 1", type=CLASSES, metavar="N"
+    )
+    hidden_units: int = _flag(
+        "model and training", 100, "units in the hidden layer", type=COUNT, metavar="N"
+    )
+    train_steps: int = _flag(
+        "model and training", 200, "updates to make", type=COUNT, metavar="N"
+    )
+    batch_size: int = _flag(
+        "model and training", 100, "samples per replica", type=COUNT, metavar="N"
+    )
+    learning_rate: float = _flag(
+        "model and training", 0.01, "Adam's rate", type=POSITIVE, metavar="RATE"
+    )
+    lr_scaling: str = _flag(
+        "model and training",
+        "none",
+        "multiply the rate by 1, by the square root of, or by the number of batches "
+        "that one update averages",
+        choices=("none", "sqrt", "linear"),
+    )
+    clip_norm: float = _flag(
+        "model and training",
+        0.0,
+        "scale a longer averaged gradient to this norm; 0 does not",
+        type=POSITIVE_OR_0,
+        metavar="NORM",
+    )
+    seed: int = _flag(
+        "model and training",
+        0,
+        "draws the initial values and the order of samples",
+        type=SEED,
+        metavar="N",
+    )
+    deterministic: bool = _flag(
+        "model and training", False, "the same bytes from the same command"
+    )
+    sync_replicas: bool = _flag(
+        "replicas", True, "always on here: ps_mode.py is the asynchronous one"
+    )
+    replicas_to_aggregate: int | None = _flag(
+        "replicas",
+        None,
+        "batches averaged by one update, a multiple of the replicas "
+        "(default: one from each)",
+        type=COUNT,
+        metavar="N",
+    )
+    compression: str = _flag(
+        "replicas",
+        "none",
+        "send gradients as they are or in half precision",
+        choices=("none", "fp16"),
+    )
+    stall_timeout: int = _flag(
+        "replicas",
+        120,
+        "end the job when a rank has kept the others waiting this long; 0 never does",
+        type=COUNT_OR_0,
+        metavar="SECONDS",
+    )
+    eval_every: int = _flag(
+        "evaluation",
+        100,
+        "steps between evaluations; 0 evaluates at the end only",
+        type=COUNT_OR_0,
+        metavar="N",
+    )
+    target_accuracy: float | None = _flag(
+        "evaluation",
+        None,
+        "stop at the first evaluation with this validation accuracy "
+        "(default: make all steps)",
+        type=FRACTION,
+        metavar="FRACTION",
+    )
+    num_gpus: int = _flag(
+        "placement",
+        1,
+        "GPUs of each machine, shared out by local rank; 0 uses the CPU",
+        type=COUNT_OR_0,
+        metavar="N",
+    )
 
     def passes_per_update(self, replicas: int) -> int:
         """How many gradients a replica accumulates before each update.
 
         Raises:
-            Refusal: ``replicas_to_aggregate`` is not a multiple of ``replicas``.
+            JobError: ``replicas_to_aggregate`` is not a multiple of ``replicas``.
         """
         wanted = self.replicas_to_aggregate or replicas
         if wanted % replicas:
-            raise Refusal(
+            raise JobError(
                 f"--replicas_to_aggregate: expected a multiple of the {replicas} "
                 f"replicas, found {wanted}; to go on without the slowest replicas "
                 f"run ps_mode.py --sync_replicas --replicas_to_aggregate {wanted}",
@@ -72,7 +186,7 @@ class Options:
         """Refuse a training set that is smaller than what one update takes."""
         needed = batches * self.batch_size
         if samples < needed:
-            raise Refusal(
+            raise JobError(
                 f"expected at least {needed} training samples for one update "
                 f"({replicas} replicas x {batches // replicas} batches x batch_size "
                 f"{self.batch_size}), found {samples}",
@@ -110,7 +224,7 @@ class Options:
             f"{samples / batch:.2f} updates per epoch, "
             f"about {samples / replicas:.0f} samples per replica and epoch",
             f"learning rate: {rate:g} (--learning_rate {self.learning_rate:g}, "
-            f"--lr_scaling {self.lr_scaling}, {batches} batches per update)",
+            f"--lr_scaling {self.lr_scaling}, batches per update: {batches})",
             f"options: {' '.join(f'{k}={v}' for k, v in told.items())}",
         ]
 
@@ -119,19 +233,19 @@ def parse(argv: list[str] | None, prog: str) -> Options:
     """The options that ``argv`` (default: the command line) gives.
 
     Raises:
-        Refusal: a flag or value is not valid (exit code 2).
-        SystemExit: ``--help`` was asked for and printed.
+        JobError: a flag or value is not valid (exit code 2).
+        SystemExit: ``--help`` was asked for.
     """
     argv = sys.argv[1:] if argv is None else argv
     options = Options(**vars(_parser(prog).parse_args(_respelled(argv))))
     if not options.sync_replicas:
-        raise Refusal(
+        raise JobError(
             "--no-sync_replicas: train.py is always synchronous; for asynchronous "
             "training run mpirun -np 4 python ps_mode.py",
             code=2,
         )
     if options.download_only and options.data_dir is None:
-        raise Refusal("--download_only: expected --data_dir too, found none", code=2)
+        raise JobError("--download_only: expected --data_dir too, found none", code=2)
     return options
 
 
@@ -151,20 +265,26 @@ class _Parser(argparse.ArgumentParser):
     """Errors are one line, told once for the whole job by the caller."""
 
     def error(self, message: str) -> None:
-        raise Refusal(f"{message} (see --help)", code=2)
+        raise JobError(f"{message} (see --help)", code=2)
+
+    def print_help(self, file=None) -> None:
+        if slot().rank == 0:
+            super().print_help(file)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default unless it is none: then the text says what happens."""
+
     def _get_help_string(self, action: argparse.Action) -> str:
-        if action.default is None:
-            return action.help  # the text itself says what happens without the flag
-        return super()._get_help_string(action)
+        return (
+            action.help if action.default is None else super()._get_help_string(action)
+        )
 
 
 class _Retired(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
-        raise Refusal(
-            f"{option_string} is a flag of the TensorFlow 1 program; here "
+        raise JobError(
+            f"{option_string} is a flag of the TensorFlow 1 program: here "
             f"{RETIRED[self.dest]}",
             code=2,
         )
@@ -188,31 +308,7 @@ def _respelled(argv: list[str]) -> list[str]:
     return [respell(argument) for argument in argv]
 
 
-def _number(kind: type, accept: Callable[[float], bool], expected: str) -> Callable:
-    """A type for argparse: a finite number that ``accept`` takes."""
-
-    def convert(text: str):
-        try:
-            value = kind(text)
-            if math.isfinite(value) and accept(value):
-                return value
-        except (ValueError, OverflowError):
-            pass
-        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
-
-    return convert
-
-
 def _parser(prog: str) -> argparse.ArgumentParser:
-    default = {field.name: field.default for field in fields(Options)}
-    count = _number(int, lambda n: n >= 1, "a whole number of at least 1")
-    count_or_0 = _number(int, lambda n: n >= 0, "a whole number of at least 0")
-    positive = _number(float, lambda x: x > 0, "a number above 0")
-    positive_or_0 = _number(float, lambda x: x >= 0, "a number of at least 0")
-    fraction = _number(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-    classes = _number(int, lambda n: 2 <= n <= 256, "a whole number from 2 to 256")
-    switch = argparse.BooleanOptionalAction
-
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,
@@ -222,119 +318,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         epilog="Start it alone (python train.py) or with a launcher "
         "(horovodrun -np 4 python train.py).",
     )
-
-    def flag(group, name: str, help: str, **how) -> None:  # noqa: A002
-        group.add_argument(f"--{name}", default=default[name], help=help, **how)
-
-    data = parser.add_argument_group("data")
-    flag(
-        data,
-        "data_dir",
-        "folder with the four IDX files (plain or .gz) or mnist.npz; the full MNIST "
-        "is fetched into it if it holds none (default: the sample in the repository)",
-        metavar="DIR",
-    )
-    flag(
-        data,
-        "download_only",
-        "fetch the data into --data_dir, then stop",
-        action=switch,
-    )
-    flag(
-        data,
-        "mirrors",
-        "folders to fetch the four .gz files from, tried in order",
-        type=lambda text: tuple(text.split(",")),
-        metavar="URL[,URL]",
-    )
-    flag(data, "num_classes", "labels are 0 to this less 1", type=classes, metavar="N")
-
-    training = parser.add_argument_group("model and training")
-    flag(training, "hidden_units", "units in the hidden layer", type=count, metavar="N")
-    flag(training, "train_steps", "updates to make", type=count, metavar="N")
-    flag(training, "batch_size", "samples per replica", type=count, metavar="N")
-    flag(training, "learning_rate", "Adam's rate", type=positive, metavar="RATE")
-    flag(
-        training,
-        "lr_scaling",
-        "multiply the rate by 1, the square root of, or the number of batches that an "
-        "update averages",
-        choices=("none", "sqrt", "linear"),
-    )
-    flag(
-        training,
-        "clip_norm",
-        "scale a longer averaged gradient to this norm; 0 does not",
-        type=positive_or_0,
-        metavar="NORM",
-    )
-    flag(
-        training,
-        "seed",
-        "draws the initial values and the order of samples",
-        type=count_or_0,
-        metavar="N",
-    )
-    flag(
-        training,
-        "deterministic",
-        "the same bytes from the same command",
-        action=switch,
-    )
-
-    replicas = parser.add_argument_group("replicas")
-    flag(
-        replicas,
-        "sync_replicas",
-        "always on here: ps_mode.py is the asynchronous one",
-        action=switch,
-    )
-    flag(
-        replicas,
-        "replicas_to_aggregate",
-        "batches averaged per update, a multiple of the replicas (default: one each)",
-        type=count,
-        metavar="N",
-    )
-    flag(
-        replicas,
-        "compression",
-        "send gradients as they are or in half precision",
-        choices=("none", "fp16"),
-    )
-    flag(
-        replicas,
-        "stall_timeout",
-        "end the job when a rank has kept the others waiting this long; 0 never does",
-        type=count_or_0,
-        metavar="SECONDS",
-    )
-
-    evaluation = parser.add_argument_group("evaluation")
-    flag(
-        evaluation,
-        "eval_every",
-        "steps between evaluations; 0 evaluates at the end only",
-        type=count_or_0,
-        metavar="N",
-    )
-    flag(
-        evaluation,
-        "target_accuracy",
-        "stop at the first evaluation with this validation accuracy "
-        "(default: train all steps)",
-        type=fraction,
-        metavar="FRACTION",
-    )
-
-    placement = parser.add_argument_group("placement")
-    flag(
-        placement,
-        "num_gpus",
-        "GPUs of each machine, shared out by local rank; 0 uses the CPU",
-        type=count_or_0,
-        metavar="N",
-    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in fields(Options):
+        how = dict(option.metadata)
+        title = how.pop("group")
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(f"--{option.name}", default=option.default, **how)
     for name in RETIRED:
         parser.add_argument(
             f"--{name}",

@@ -147,7 +147,8 @@ def settle(
     why = f"--num_gpus {num_gpus}, {len(gpus)} visible"
     lines.append(f"device: {'CPU' if gpu is None else f'GPU {gpu} on rank 0'} ({why})")
 
-    default("TF_CPP_MIN_LOG_LEVEL", 2)  # errors only, or each rank tells its CPU flags
+    # Each rank would tell of its CPU's instructions, and that it finds no GPU driver.
+    default("TF_CPP_MIN_LOG_LEVEL", 3 if gpu is None else 2)
     if Path(sys.prefix, "lib", "libmpi.so").exists():
         # Open MPI from its wheel looks where it was built, unless mpirun starts it.
         environ.setdefault("OPAL_PREFIX", sys.prefix)

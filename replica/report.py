@@ -6,8 +6,10 @@ The root rank alone writes to the terminal: text to stderr, the final line to st
 import contextlib
 import json
 import os
+import queue
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from replica import placement
 HOLD_BACK_SECONDS = 3.0
 
 
-class Refusal(Exception):
+class JobError(Exception):
     """Bad input or a hopeless state: the message is the one line that a user needs."""
 
     def __init__(self, message: str, code: int = 1):
@@ -110,10 +112,10 @@ def run(main: Callable[[], object], prog: str) -> None:
         main()
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(bool(leave.code))
-    except Refusal as refusal:
-        code = refusal.code
+    except JobError as error:
+        code = error.code
         told_by = "" if rank == 0 else f"rank {rank}: "
-        _tell(f"{prog}: error: {told_by}{refusal}", rank != 0)
+        _tell(f"{prog}: error: {told_by}{error}", rank != 0)
     except KeyboardInterrupt:
         code = 130
         _tell(f"{prog}: interrupted", rank != 0)
@@ -128,6 +130,42 @@ def run(main: Callable[[], object], prog: str) -> None:
         return
     sys.stdout.flush()
     os._exit(code)
+
+
+class Watchdog:
+    """Ends the process when nothing has happened for too long.
+
+    For the waits that no error and no signal handler can end: a rank that is frozen
+    or out of reach holds the others inside MPI.
+    """
+
+    def __init__(self, seconds: float, prog: str):
+        self.seconds, self.prog, self.last = seconds, prog, "the start"
+        self._beats: queue.SimpleQueue = queue.SimpleQueue()
+        if seconds:  # 0: wait for ever
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def beat(self, what: str) -> None:
+        """Tell that ``what`` has been done."""
+        self.last = what
+        self._beats.put(True)
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._beats.put(False)
+
+    def _watch(self) -> None:
+        try:
+            while self._beats.get(timeout=self.seconds):
+                pass
+        except queue.Empty:
+            rank = placement.slot().rank
+            _tell(
+                f"{self.prog}: error: rank {rank}: nothing since {self.last} for "
+                f"{self.seconds} s (--stall_timeout): a rank is frozen or out of reach",
+                rank != 0,
+            )
+            os._exit(1)
 
 
 def _tell(text: str, hold_back: bool) -> None:
