@@ -13,7 +13,7 @@ setup: ## make the virtual environment (a second call does nothing)
 	@VENV="$(VENV)" ./install.sh
 
 train: setup ## four synchronous replicas on MNIST: make train NP=2 ARGS="--train_steps 500"
-	$(IN_VENV) horovodrun -np $(NP) python train.py $(ARGS)
+	$(IN_VENV) TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-3} horovodrun -np $(NP) python train.py $(ARGS)
 
 test: setup ## every test: make test ARGS="-k data"
 	$(IN_VENV) pytest $(ARGS)
