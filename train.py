@@ -185,22 +185,6 @@ def build_loop(opts, layout, samples: data.Split, state: State, passes: int, rat
             total, op=hvd.Average, compression=compression, name="gradient"
         )
 
-    def adam(gradient, step):
-        """Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015."""
-        step = tf.cast(step, tf.float32)
-        tf.raw_ops.ResourceApplyAdam(
-            var=state.vector.handle,
-            m=state.mean.handle,
-            v=state.variance.handle,
-            beta1_power=tf.pow(BETA1, step),
-            beta2_power=tf.pow(BETA2, step),
-            lr=rate,
-            beta1=BETA1,
-            beta2=BETA2,
-            epsilon=EPSILON,
-            grad=gradient,
-        )
-
     @tf.function(
         input_signature=[
             tf.TensorSpec([None, passes, opts.batch_size], tf.int32),
@@ -220,11 +204,31 @@ def build_loop(opts, layout, samples: data.Split, state: State, passes: int, rat
             gradient, loss = total[:-1], total[-1]
             if opts.clip_norm:
                 gradient = tf.clip_by_norm(gradient, opts.clip_norm)
-            adam(gradient, step + i + 1)
+            adam(state, gradient, step + i + 1, rate)
             losses = losses.write(i, loss)
         return losses.stack()
 
     return loop
+
+
+def adam(state: State, gradient, step, rate: float) -> None:
+    """Make update number ``step``, from 1 on, with ``gradient`` [size].
+
+    Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015; one fused kernel.
+    """
+    step = tf.cast(step, tf.float32)
+    tf.raw_ops.ResourceApplyAdam(
+        var=state.vector.handle,
+        m=state.mean.handle,
+        v=state.variance.handle,
+        beta1_power=tf.pow(BETA1, step),
+        beta2_power=tf.pow(BETA2, step),
+        lr=rate,
+        beta1=BETA1,
+        beta2=BETA2,
+        epsilon=EPSILON,
+        grad=gradient,
+    )
 
 
 def build_evaluation(layout, state: State):

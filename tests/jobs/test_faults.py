@@ -185,7 +185,8 @@ def test_horovod_without_tensorflow_is_one_line(tmp_path):
 
 def test_nothing_is_left_running_after_an_interrupt():
     process = subprocess.Popen(
-        "mpirun -np 2 python train.py --train_steps 1000000 --eval_every 50".split(),
+        ["mpirun", "-np", "2", "python", "train.py"]
+        + ["--train_steps", "1000000", "--eval_every", "50"],
         cwd=ROOT,
         env=environment(),
         stdin=subprocess.DEVNULL,

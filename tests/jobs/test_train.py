@@ -1,6 +1,7 @@
 """train.py as users start it: alone, by horovodrun and by mpirun."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -17,9 +18,10 @@ KEYS = (
 )
 
 
-def parameters(path, launcher: str, flags: str, **env: str) -> tuple[np.ndarray, float]:
+def parameters(path, launcher: str, flags: str) -> tuple[np.ndarray, float]:
     """The vector and the last train loss of a run."""
-    job = run(f"{launcher} python tests/jobs/parameters.py {path} {flags}", **env)
+    command = f"{launcher} python tests/jobs/parameters.py {path} {flags}"
+    job = run(command, PYTHONPATH=str(ROOT))
     assert job.code == 0, job.err
     with np.load(path) as saved:
         return saved["vector"], float(saved["train_loss"])
@@ -72,8 +74,8 @@ def test_alone_it_trains_too():
 def test_every_launcher_gives_the_same_bytes():
     flags = "python train.py --deterministic --train_steps 60"
     launchers = (
-        *("horovodrun -np 2", "horovodrun -np 2", "horovodrun --gloo -np 2"),
-        *("mpirun -np 2", "mpirun --hostfile hostfile.example -np 2"),
+        *("mpirun --hostfile hostfile.example -np 2", "mpirun -np 2"),
+        *("horovodrun -np 2", "horovodrun --gloo -np 2"),
     )
     finals = []
     for launcher in launchers:
@@ -86,18 +88,19 @@ def test_every_launcher_gives_the_same_bytes():
 
 
 def test_ten_steps_are_the_plain_loop_with_tensorflows_adam(tmp_path):
-    found, loss = parameters(tmp_path / "p.npz", "", "--train_steps 10 --seed 3")
+    flags = "--train_steps 10 --seed 3 --learning_rate 0.001"
+    found, loss = parameters(tmp_path / "p.npz", "", flags)
     layout, train = params.mlp(100), data.load(None).train
     sampler = data.Sampler(len(train), 100, seed=3)
     vector = tf.Variable(layout.initial(3))
-    adam = tf.compat.v1.train.AdamOptimizer(0.01)
+    adam = tf.compat.v1.train.AdamOptimizer(0.001)
     for step in range(10):
         batch = sampler.batch(step)
         both = model.gradient_and_loss(
             layout, vector, train.images[batch], train.labels[batch]
         )
         adam.apply_gradients([(both[:-1], vector)])
-    np.testing.assert_allclose(found, vector.numpy(), atol=1e-6)
+    np.testing.assert_allclose(found, vector.numpy(), atol=1e-5)
     assert loss == pytest.approx(float(both[-1]), rel=1e-4)
 
 
@@ -127,7 +130,7 @@ def one_rank(tmp_path_factory):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_two_replicas_reach_96_5_percent_on_the_full_mnist(full_mnist, seed):
     job = run(
-        f"horovodrun -np 2 python train.py --data_dir {full_mnist} "
+        f"mpirun -np 2 python train.py --data_dir {full_mnist} "
         f"--train_steps 2000 --eval_every 0 --seed {seed}"
     )
     assert job.code == 0, job.err
@@ -135,7 +138,7 @@ def test_two_replicas_reach_96_5_percent_on_the_full_mnist(full_mnist, seed):
 
 
 def test_fashion_mnist_trains(fashion_mnist):
-    job = run(f"horovodrun -np 2 python train.py --data_dir {fashion_mnist}")
+    job = run(f"mpirun -np 2 python train.py --data_dir {fashion_mnist}")
     assert job.code == 0, job.err
     assert job.final["test_accuracy"] > 0.7
 
@@ -149,7 +152,7 @@ def test_the_result_of_an_evaluation_does_not_depend_on_the_ranks():
 
 def test_half_precision_and_clipping_train_and_scaling_is_told():
     job = run(
-        "horovodrun -np 2 python train.py --compression fp16 --clip_norm 1 "
+        "mpirun -np 2 python train.py --compression fp16 --clip_norm 1 "
         "--lr_scaling sqrt --learning_rate 0.005"
     )
     assert job.code == 0, job.err
@@ -160,7 +163,7 @@ def test_half_precision_and_clipping_train_and_scaling_is_told():
 
 def test_a_reached_target_stops_all_ranks_at_the_same_step():
     job = run(
-        "horovodrun -np 2 python train.py --train_steps 100000 --eval_every 20 "
+        "mpirun -np 2 python train.py --train_steps 100000 --eval_every 20 "
         "--target_accuracy 0.85"
     )
     assert job.code == 0, job.err
@@ -180,8 +183,6 @@ def test_a_reached_target_stops_all_ranks_at_the_same_step():
     ],
 )
 def test_each_rank_really_has_its_cores(launcher, ranks, bound):
-    import os
-
     allowed = os.sched_getaffinity(0)
     job = run(f"{launcher} python tests/jobs/places.py", PYTHONPATH=str(ROOT))
     assert job.code == 0, job.err
