@@ -25,7 +25,7 @@ format: setup ## put the code into that style
 	$(IN_VENV) ruff check --fix . && ruff format .
 
 bench: setup ## speed against a plain Horovod loop, in one run
-	$(IN_VENV) python bench/train.py $(ARGS)
+	$(IN_VENV) python bench/speed.py $(ARGS)
 
 clean: ## remove the environment and caches
 	rm -rf "$(VENV)" "$(VENV).lock" "$(VENV).log" .pytest_cache .ruff_cache
