@@ -129,9 +129,11 @@ def settle(
 
     # A rank has two busy threads, TensorFlow's and Horovod's. On fewer than two cores
     # a wait that spins takes the core from a computation, its own or a neighbour's.
-    crowded = here.local_size > 1 and len(mine) < 2
+    # One that yields does not, so there Horovod need not sleep between its cycles:
+    # it sleeps longest when the gradient has just become ready.
+    crowded = here.size > 1 and len(mine) < 2
     yields = default("OMPI_MCA_mpi_yield_when_idle", int(crowded))
-    cycle = default("HOROVOD_CYCLE_TIME", 0.2)  # milliseconds; Horovod's is 1
+    cycle = default("HOROVOD_CYCLE_TIME", 0 if crowded else 0.2)  # Horovod's is 1
     lines.append(f"MPI yields when idle: {yields}; Horovod cycle: {cycle} ms")
 
     # Horovod ends no job earlier than it warns.
