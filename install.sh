@@ -11,7 +11,8 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here"
-venv=${VENV:-.venv}
+name=${VENV:-.venv}
+venv=$(realpath -m -- "$name")
 needed_mb=4000 # TensorFlow 1.9 GB, the rest 0.4 GB, the build and pip's cache
 
 say() { printf 'install: %s\n' "$*"; }
@@ -47,12 +48,12 @@ check_machine() {
     local free_mb
     free_mb=$(df -Pm "$(dirname "$venv")" | awk 'NR == 2 { print $4 }')
     [ "$free_mb" -ge "$needed_mb" ] \
-        || fail "$needed_mb MB of disk are needed for $venv, $free_mb MB are free"
+        || fail "$needed_mb MB of disk are needed for $name, $free_mb MB are free"
 }
 
 # What the environment was made from: any change of it makes a new one.
 recipe() {
-    { cat install.sh requirements.txt requirements-dev.txt; pwd; echo "$venv"; } | sha256sum | cut -d' ' -f1
+    { cat install.sh requirements.txt requirements-dev.txt; echo "$venv"; } | sha256sum | cut -d' ' -f1
 }
 
 # Every file of every package is there with its size: a second or less.
@@ -64,6 +65,8 @@ site = pathlib.Path(sysconfig.get_path("purelib"))
 records = list(site.glob("*.dist-info/RECORD"))
 for record in records:
     for name, _, size in csv.reader(record.open()):
+        if "__pycache__" in name:  # some wheels bring these, and Python rewrites them
+            continue
         if size and (site / name).stat().st_size != int(size):
             sys.exit(f"{name} is damaged")
 sys.exit(not records)
@@ -100,7 +103,7 @@ run() {
     trap - EXIT
     if ! wait "$pid"; then
         tail -n 20 "$log" >&2
-        fail "$what failed; the lines above are the end of $here/$log"
+        fail "$what failed; the lines above are the end of $log"
     fi
 }
 
@@ -120,20 +123,19 @@ check_build() {
 exec 9>"$venv.lock" # two at once: the second waits, then finds all done
 command -v flock >/dev/null && flock 9
 if intact; then
-    say "$venv is complete"
+    say "$name is complete"
     exit 0
 fi
 if [ -e "$venv" ] && [ ! -e "$venv/.made-by-install.sh" ] \
     && [ -n "$(ls -A "$venv")" ]; then
-    fail "$venv exists and install.sh did not make it: name another place, VENV=..."
+    fail "$name exists and install.sh did not make it: name another place, VENV=..."
 fi
-[ ! -e "$venv" ] || say "$venv is incomplete or out of date: making it anew"
+[ ! -e "$venv" ] || say "$name is incomplete or out of date: making it anew"
 python=$(find_python)
 check_machine
 log=$venv.log
-say "$venv with $("$python" --version), about 3 to 7 minutes"
+say "$name with $("$python" --version), about 3 to 7 minutes"
 make_venv "$python"
-venv=$(cd "$venv" && pwd)
 # shellcheck disable=SC1091
 . "$venv/bin/activate"
 unset PYTHONPATH PYTHONHOME
@@ -152,4 +154,4 @@ fi
 ACTIVATE
 check_build
 recipe >"$venv/.installed"
-say "done: . ${VENV:-.venv}/bin/activate"
+say "done: . $name/bin/activate"

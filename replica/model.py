@@ -18,8 +18,9 @@ def split(layout: Layout, vector: tf.Tensor) -> list[tf.Tensor]:
 def logits(parameters: list[tf.Tensor], images: tf.Tensor) -> tf.Tensor:
     """Scores [batch, classes] of uint8 ``images`` [batch, pixels]."""
     hid_w, hid_b, sm_w, sm_b = parameters
-    pixels = tf.cast(images, hid_w.dtype) * (1.0 / 255.0)
-    hidden = tf.nn.relu(tf.nn.bias_add(tf.matmul(pixels, hid_w), hid_b))
+    # Pixels are 0 to 1: divided behind the product, where there are fewer numbers.
+    products = tf.matmul(tf.cast(images, hid_w.dtype), hid_w) * (1.0 / 255.0)
+    hidden = tf.nn.relu(tf.nn.bias_add(products, hid_b))
     return tf.nn.bias_add(tf.matmul(hidden, sm_w), sm_b)
 
 
