@@ -5,6 +5,7 @@ Images stay uint8 everywhere. A data set is four IDX files, plain or .gz, or one
 """
 
 import gzip
+import math
 import struct
 import zipfile
 import zlib
@@ -165,7 +166,7 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
             f"found {found if found is not None else f'{len(content)} bytes'}"
         )
     shape = struct.unpack(f">{dimensions}I", content[4:head])
-    expected = head + int(np.prod(shape, dtype=np.int64))
+    expected = head + math.prod(shape)
     if len(content) != expected:
         raise JobError(
             f"{path}: expected {expected} bytes for {shape}, found {len(content)}"

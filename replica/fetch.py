@@ -69,6 +69,8 @@ def mnist(
     folder = Path(data_dir)
     if _complete(folder):
         return
+    if folder.exists() and not folder.is_dir():
+        raise JobError(f"--data_dir: expected a folder, found the file {folder}")
     if not leader:
         deadline = time.monotonic() + len(MNIST) * len(mirrors) * FILE_SECONDS
         while not _complete(folder):

@@ -53,6 +53,23 @@ POSITIVE_OR_0 = _number(float, lambda x: x >= 0, "a number of at least 0")
 FRACTION = _number(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
 
 
+def _folder(text: str) -> str:
+    """A type for argparse: "" would mean the folder that one happens to be in."""
+    if not text:
+        raise argparse.ArgumentTypeError(f"expected a folder, found {text!r}")
+    return text
+
+
+def _addresses(text: str) -> str:
+    """A type for argparse: addresses of folders, with commas between."""
+    for address in text.split(","):
+        if not address.startswith(("http://", "https://")):
+            raise argparse.ArgumentTypeError(
+                f"expected http:// or https:// addresses, found {address!r}"
+            )
+    return text
+
+
 def _flag(group: str, default, help: str, **how):  # noqa: A002
     """A field of Options, with what argparse is told of its flag."""
     if isinstance(default, bool):
@@ -69,6 +86,7 @@ class Options:
         None,
         "folder with the four IDX files (plain or .gz) or mnist.npz; if it holds none, "
         "the full MNIST is fetched into it (default: the sample in the repository)",
+        type=_folder,
         metavar="DIR",
     )
     download_only: bool = _flag(
@@ -78,6 +96,7 @@ class Options:
         "data",
         ",".join(MIRRORS),
         "folders to fetch the four .gz files from, tried in order",
+        type=_addresses,
         metavar="URL[,URL]",
     )
     num_classes: int = _flag(

@@ -65,10 +65,22 @@ def write(text: str) -> None:
 
 
 def final(report: dict) -> None:
-    """Write the one line of a run that goes to stdout, from the root rank only."""
-    if placement.slot().rank == 0:
-        sys.stdout.write(json.dumps(report) + "\n")
+    """Write the one line of a run that goes to stdout, from the root rank only.
+
+    Raises:
+        JobError: stdout is closed or full; the line has gone to stderr instead.
+    """
+    if placement.slot().rank != 0:
+        return
+    line = json.dumps(report)
+    try:
+        if sys.stdout is None:
+            raise OSError("it is closed")
+        sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
+    except OSError as error:
+        write(line)
+        raise JobError(f"stdout: cannot write the final line: {error}") from error
 
 
 def progress(total: int, unit: str, scale: bool = False) -> tqdm:
@@ -108,6 +120,9 @@ def run(main: Callable[[], object], prog: str) -> None:
     have not failed, and those wait for this one.
     """
     rank, code = placement.slot().rank, 0
+    if sys.stderr is None:  # closed, and what opens a file next would get its number
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.stderr = os.fdopen(2, "w")
     try:
         main()
     except SystemExit as leave:
@@ -116,6 +131,9 @@ def run(main: Callable[[], object], prog: str) -> None:
         code = error.code
         told_by = "" if rank == 0 else f"rank {rank}: "
         _tell(f"{prog}: error: {told_by}{error}", rank != 0)
+    except MemoryError as error:
+        code = 1
+        _tell(f"{prog}: error: rank {rank}: not enough memory: {error}", rank != 0)
     except KeyboardInterrupt:
         code = 130
         _tell(f"{prog}: interrupted", rank != 0)
@@ -126,10 +144,10 @@ def run(main: Callable[[], object], prog: str) -> None:
             f"{prog}: rank {rank} failed:\n{traceback.format_exc().rstrip()}",
             rank != 0 or consequence,
         )
-    if code == 0:
-        return
-    sys.stdout.flush()
-    os._exit(code)
+    if code:
+        with contextlib.suppress(AttributeError, OSError):  # closed, or full
+            sys.stdout.flush()
+        os._exit(code)
 
 
 class Watchdog:

@@ -101,6 +101,13 @@ def test_missing_files_are_named_with_their_folder(tmp_path):
     assert "train-images" not in message
 
 
+def test_a_header_of_huge_sizes_is_not_believed(tmp_path):
+    write(tmp_path)
+    header = struct.pack(">4I", 0x803, *[2**32 - 1] * 3)
+    (tmp_path / data.FILES[0]).write_bytes(header)
+    assert f"expected {(2**32 - 1) ** 3 + 16} bytes" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("name", data.FILES)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_truncated_file_is_named(tmp_path, name, packed):

@@ -182,10 +182,17 @@ def test_followers_wait_for_the_leader(server, tmp_path):
     assert not follower.is_alive()
 
 
+def test_a_file_in_the_folders_place_is_told(tmp_path):
+    (tmp_path / "mnist").write_text("")
+    for leader in (True, False):
+        with pytest.raises(JobError, match="expected a folder, found the file"):
+            fetch.mnist(str(tmp_path / "mnist"), ["http://127.0.0.1:9"], leader)
+
+
 def test_a_folder_that_cannot_be_written_is_told(server, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(JobError, match="cannot store"):
-        fetch_from(server, tmp_path / "file", "good")
+        fetch_from(server, tmp_path / "file" / "mnist", "good")
 
 
 def test_the_built_in_digests_are_mnists(full_mnist):

@@ -76,6 +76,9 @@ def test_retired_flags_say_what_to_write_instead(name, form):
         ("num_gpus", "-1", "at least 0"),
         ("replicas_to_aggregate", "0", "at least 1"),
         ("lr_scaling", "cubic", "none"),
+        ("data_dir", "", "a folder"),
+        ("mirrors", "", "addresses"),
+        ("mirrors", "/mnt/m", "http:// or https:// addresses"),
     ],
 )
 def test_a_bad_value_is_named_with_what_was_expected(flag, value, expected):

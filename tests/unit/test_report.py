@@ -93,6 +93,39 @@ def test_other_ranks_hold_their_errors_back_and_then_tell_the_rank():
     assert time.monotonic() - began > report.HOLD_BACK_SECONDS
 
 
+@pytest.mark.parametrize(
+    ("redirection", "why"), [(">&-", "closed"), (">/dev/full", "No space left")]
+)
+def test_a_final_line_that_cannot_be_written_goes_to_stderr(redirection, why):
+    code = "report.run(lambda: report.final({'steps': 3}), 'p')"
+    program = f'{sys.executable} -c "from replica import report; {code}" {redirection}'
+    done = subprocess.run(
+        program, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=30
+    )
+    assert done.returncode == 1
+    line, error = done.stderr.splitlines()
+    assert json.loads(line) == {"steps": 3}
+    assert "p: error: stdout: cannot write the final line" in error
+    assert why in error
+
+
+def test_a_closed_stderr_stops_nothing():
+    code = "report.run(lambda: (report.say('a'), report.final({'steps': 3})), 'p')"
+    program = f'{sys.executable} -c "from replica import report; {code}" 2>&- <&-'
+    done = subprocess.run(
+        program, shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=30
+    )
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"steps": 3})
+
+
+def test_too_little_memory_is_one_line():
+    code = "import numpy; report.run(lambda: numpy.zeros(1 << 58), 'p')"
+    done = process(code)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("p: error: rank 0: not enough memory: Unable to allocate")
+
+
 def test_an_unexpected_error_tells_rank_and_traceback():
     done = process("def main():\n    1 / 0\nreport.run(main, 'p')")
     assert done.returncode == 1
