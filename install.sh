@@ -136,6 +136,14 @@ check_machine
 log=$venv.log
 say "$name with $("$python" --version), about 3 to 7 minutes"
 make_venv "$python"
+# mpirun refuses root, as in a container, unless these are set (horovodrun sets them),
+# and looks for ssh even to start processes here only, unless it is told of none.
+cat >>"$venv/bin/activate" <<'ACTIVATE'
+if [ "$(id -u)" = 0 ]; then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+command -v ssh >/dev/null || export OMPI_MCA_plm_rsh_agent=
+ACTIVATE
 # shellcheck disable=SC1091
 . "$venv/bin/activate"
 unset PYTHONPATH PYTHONHOME
@@ -146,12 +154,6 @@ run "pip, TensorFlow, Open MPI and mpi4py" \
 run "Horovod, from source" env HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_MPI=1 \
     HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
     pip install -v --no-build-isolation --no-cache-dir "$(grep '^horovod' requirements.txt)"
-# Root in a container: mpirun refuses root unless these are set (horovodrun does not).
-cat >>"$venv/bin/activate" <<'ACTIVATE'
-if [ "$(id -u)" = 0 ]; then
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-fi
-ACTIVATE
 check_build
 recipe >"$venv/.installed"
 say "done: . $name/bin/activate"

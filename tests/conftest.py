@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,11 +58,13 @@ class Job:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's environment with the venv's programs first."""
+    """This process's environment as .venv/bin/activate would make it."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     if os.getuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if shutil.which("ssh") is None:
+        env["OMPI_MCA_plm_rsh_agent"] = ""
     return env | extra
 
 

@@ -1,6 +1,8 @@
 """install.sh: what it says is missing, and what it leaves alone."""
 
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -73,7 +75,32 @@ def test_a_folder_that_it_did_not_make_is_left_alone(tmp_path):
     assert (work / "chapter1").exists()
 
 
-@pytest.mark.skipif(not OURS, reason="not run in an environment made by install.sh")
+ours = pytest.mark.skipif(
+    not OURS, reason="not run in an environment made by install.sh"
+)
+
+
+@ours
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_one_machine_needs_no_ssh(tmp_path, launcher):
+    for folder in map(Path, ("/usr/bin", "/bin")):
+        for program in folder.iterdir():
+            link = tmp_path / program.name
+            if program.name not in ("ssh", "rsh") and not link.is_symlink():
+                link.symlink_to(program)
+    activated = f". {sys.prefix}/bin/activate && exec {launcher} -np 2 hostname"
+    done = subprocess.run(
+        ["bash", "-c", activated],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(socket.gethostname()) == 2
+
+
+@ours
 def test_a_second_run_does_nothing():
     # Relative to the repository, as it was made: the name is part of the recipe.
     prefix = Path(sys.prefix)
