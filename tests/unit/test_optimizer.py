@@ -1,0 +1,54 @@
+"""The server's optimizers against TensorFlow's."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica import optimizer
+from replica.optimizer import Adam, Sgd
+
+THEIRS = tf.compat.v1.train
+PAIRS = [
+    (Adam, THEIRS.AdamOptimizer),
+    (Sgd, THEIRS.GradientDescentOptimizer),
+    (lambda n: Sgd(n, 0.9), lambda rate: THEIRS.MomentumOptimizer(rate, 0.9)),
+]
+
+
+@pytest.mark.parametrize("size", [1, 1000, optimizer.BLOCK, 2 * optimizer.BLOCK + 7])
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["adam", "sgd", "momentum"])
+def test_ten_updates_are_tensorflows(size, ours, theirs):
+    rng = np.random.default_rng(1)
+    vector = rng.standard_normal(size).astype(np.float32)
+    variable, expected = tf.Variable(vector), theirs(0.01)
+    found = ours(size)
+    for _ in range(10):
+        gradient = rng.standard_normal(size).astype(np.float32)
+        before = gradient.copy()
+        found.update(vector, gradient, 0.01)
+        expected.apply_gradients([(tf.constant(gradient), variable)])
+        np.testing.assert_array_equal(gradient, before)
+    np.testing.assert_allclose(vector, variable.numpy(), atol=1e-6)
+    assert vector.dtype == np.float32
+    assert found.updates == 10
+
+
+def test_slots_are_named_vectors():
+    assert [*Adam(5).slots] == ["adam_mean", "adam_variance"]
+    assert [*Sgd(5).slots] == []
+    assert [*Sgd(5, 0.9).slots] == ["momentum"]
+    assert all(slot.shape == (5,) for slot in Adam(5).slots.values())
+
+
+def test_an_update_allocates_no_vector():
+    import tracemalloc
+
+    size = 1 << 20
+    adam, vector = Adam(size), np.ones(size, np.float32)
+    adam.update(vector, vector.copy(), 0.01)
+    gradient = np.ones(size, np.float32)
+    tracemalloc.start()
+    adam.update(vector, gradient, 0.01)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
