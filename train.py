@@ -44,7 +44,7 @@ class State:
 
 def main(argv: list[str] | None = None) -> None:
     """Train as ``argv`` (default: the command line) says, and report."""
-    opts = options.parse(argv, "train.py")
+    opts = options.parse(argv, options.AllreduceOptions)
     # all ranks: cores, threads and GPU by local rank, before anything else starts
     placed = placement.settle(opts.num_gpus, opts.stall_timeout)
     # all ranks: the first rank of each host fetches, the others wait for the files
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     report.final(summary)
 
 
-def connect(opts: options.Options) -> None:
+def connect(opts: options.AllreduceOptions) -> None:
     """Import TensorFlow and Horovod, and meet the other ranks."""
     global hvd, tf, model
     try:
@@ -86,7 +86,9 @@ def connect(opts: options.Options) -> None:
         raise JobError(found)
 
 
-def train(opts: options.Options, dataset: data.Dataset) -> tuple[np.ndarray, dict]:
+def train(
+    opts: options.AllreduceOptions, dataset: data.Dataset
+) -> tuple[np.ndarray, dict]:
     """Train on every rank; returns the parameters [size] and the final report."""
     ranks, rank = hvd.size(), hvd.rank()
     passes = opts.passes_per_update(ranks)
@@ -94,7 +96,7 @@ def train(opts: options.Options, dataset: data.Dataset) -> tuple[np.ndarray, dic
     opts.check_samples(len(dataset.train), ranks, batches)
     rate = opts.scaled_learning_rate(batches)
     layout = params.mlp(opts.hidden_units, opts.num_classes)
-    for line in opts.describe(dataset, layout.size, ranks, batches, rate):
+    for line in opts.describe(dataset.sizes(), layout.size, ranks, batches, rate):
         report.say(line)
 
     # rank 0: draws the initial values, which the broadcast brings to the others

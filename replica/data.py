@@ -41,6 +41,16 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Where a data set came from, and the samples in each of its parts."""
+
+    source: str
+    train: int
+    validation: int
+    test: int
+
+
+@dataclass(frozen=True)
 class Dataset:
     """The three parts of a data set, and where it came from."""
 
@@ -48,6 +58,11 @@ class Dataset:
     validation: Split
     test: Split
     source: str
+
+    def sizes(self) -> Sizes:
+        """What a rank without the data set needs to know of it."""
+        parts = (self.train, self.validation, self.test)
+        return Sizes(self.source, *map(len, parts))
 
 
 def load(data_dir: str | None, num_classes: int = 10) -> Dataset:

@@ -84,3 +84,8 @@ class Sgd(Optimizer):
             direction += gradient
         np.multiply(direction, rate, out=step)
         vector -= step
+
+
+def create(name: str, size: int, momentum: float = 0.0) -> Optimizer:
+    """The optimizer ``name``, "adam" or "sgd", for a vector [size]."""
+    return Adam(size) if name == "adam" else Sgd(size, momentum)

@@ -9,23 +9,22 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from typing import ClassVar, TypeVar
 
-from replica.data import Dataset
+from replica import policy
+from replica.data import Sizes
 from replica.fetch import MIRRORS
 from replica.placement import slot
 from replica.report import JobError
 
 # Flags of the seed's program that the launcher has replaced, and what to do instead.
 RETIRED = {
-    "job_name": "the launcher starts every process: horovodrun -np 4 python train.py",
-    "task_index": "the launcher numbers the processes: "
-    "horovodrun -np 4 python train.py",
-    "ps_hosts": "train.py has no parameter server; name the hosts to the launcher: "
-    "horovodrun -np 4 -H host1:2,host2:2 python train.py",
-    "worker_hosts": "name the hosts to the launcher: "
-    "horovodrun -np 4 -H host1:2,host2:2 python train.py",
+    "job_name": "the launcher starts every process: {here}",
+    "task_index": "the launcher numbers the processes: {here}",
+    "ps_hosts": "name the hosts to the launcher: {hosts}",
+    "worker_hosts": "name the hosts to the launcher: {hosts}",
     "existing_servers": "nothing runs beforehand, the launcher starts every process: "
-    "horovodrun -np 4 python train.py",
+    "{here}",
 }
 
 
@@ -50,6 +49,7 @@ CLASSES = _number(int, lambda n: 2 <= n <= 256, "a whole number from 2 to 256")
 SEED = _number(int, lambda n: 0 <= n < 2**31, "a whole number from 0 to 2147483647")
 POSITIVE = _number(float, lambda x: x > 0, "a number above 0")
 POSITIVE_OR_0 = _number(float, lambda x: x >= 0, "a number of at least 0")
+MOMENTUM = _number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
 FRACTION = _number(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
 
 
@@ -79,7 +79,10 @@ def _flag(group: str, default, help: str, **how):  # noqa: A002
 
 @dataclass(frozen=True)
 class Options:
-    """What a run was asked to do: one field a flag, with the flag's default."""
+    """What a run was asked to do: one field a flag, with the flag's default.
+
+    These are the flags of both scripts.
+    """
 
     data_dir: str | None = _flag(
         "data",
@@ -109,24 +112,14 @@ class Options:
         "model and training", 200, "updates to make", type=COUNT, metavar="N"
     )
     batch_size: int = _flag(
-        "model and training", 100, "samples per replica", type=COUNT, metavar="N"
+        "model and training",
+        100,
+        "samples per replica or worker",
+        type=COUNT,
+        metavar="N",
     )
     learning_rate: float = _flag(
         "model and training", 0.01, "Adam's rate", type=POSITIVE, metavar="RATE"
-    )
-    lr_scaling: str = _flag(
-        "model and training",
-        "none",
-        "multiply the rate by 1, by the square root of, or by the number of batches "
-        "that one update averages",
-        choices=("none", "sqrt", "linear"),
-    )
-    clip_norm: float = _flag(
-        "model and training",
-        0.0,
-        "scale a longer averaged gradient to this norm; 0 does not",
-        type=POSITIVE_OR_0,
-        metavar="NORM",
     )
     seed: int = _flag(
         "model and training",
@@ -134,33 +127,6 @@ class Options:
         "draws the initial values and the order of samples",
         type=SEED,
         metavar="N",
-    )
-    deterministic: bool = _flag(
-        "model and training", False, "the same bytes from the same command"
-    )
-    sync_replicas: bool = _flag(
-        "replicas", True, "always on here: ps_mode.py is the asynchronous one"
-    )
-    replicas_to_aggregate: int | None = _flag(
-        "replicas",
-        None,
-        "batches averaged by one update, a multiple of the replicas "
-        "(default: one from each)",
-        type=COUNT,
-        metavar="N",
-    )
-    compression: str = _flag(
-        "replicas",
-        "none",
-        "send gradients as they are or in half precision",
-        choices=("none", "fp16"),
-    )
-    stall_timeout: int = _flag(
-        "replicas",
-        120,
-        "end the job when a rank has kept the others waiting this long; 0 never does",
-        type=COUNT_OR_0,
-        metavar="SECONDS",
     )
     eval_every: int = _flag(
         "evaluation",
@@ -184,22 +150,19 @@ class Options:
         type=COUNT_OR_0,
         metavar="N",
     )
-
-    def passes_per_update(self, replicas: int) -> int:
-        """How many gradients a replica accumulates before each update.
-
-        Raises:
-            JobError: ``replicas_to_aggregate`` is not a multiple of ``replicas``.
-        """
-        wanted = self.replicas_to_aggregate or replicas
-        if wanted % replicas:
-            raise JobError(
-                f"--replicas_to_aggregate: expected a multiple of the {replicas} "
-                f"replicas, found {wanted}; to go on without the slowest replicas "
-                f"run ps_mode.py --sync_replicas --replicas_to_aggregate {wanted}",
-                code=2,
-            )
-        return wanted // replicas
+    stall_timeout: int = _flag(
+        "several processes",
+        120,
+        "end the job when a rank has kept the others waiting this long; 0 never does",
+        type=COUNT_OR_0,
+        metavar="SECONDS",
+    )
+    compression: str = _flag(
+        "several processes",
+        "none",
+        "send numbers as they are or in half precision",
+        choices=("none", "fp16"),
+    )
 
     def check_samples(self, samples: int, replicas: int, batches: int) -> None:
         """Refuse a training set that is smaller than what one update takes."""
@@ -217,6 +180,98 @@ class Options:
         every = self.eval_every or self.train_steps
         return min((step // every + 1) * every, self.train_steps)
 
+    def check(self) -> None:
+        """Refuse values that do not fit together.
+
+        Raises:
+            JobError: two do not (exit code 2).
+        """
+        if self.download_only and self.data_dir is None:
+            raise JobError(
+                "--download_only: expected --data_dir too, found none", code=2
+            )
+
+    def _describe(self, sizes: Sizes, parameters: int, how: list[str]) -> list[str]:
+        """What these options come to, in lines; ``how`` is the script's own part."""
+        told = {k: v for k, v in asdict(self).items() if k != "mirrors"}
+        return [
+            f"data: {sizes.source}: {sizes.train} training, {sizes.validation} "
+            f"validation, {sizes.test} test samples",
+            f"model: {self.hidden_units} hidden units, {parameters} parameters, "
+            f"seed {self.seed}",
+            *how,
+            f"options: {' '.join(f'{k}={v}' for k, v in told.items())}",
+        ]
+
+
+@dataclass(frozen=True)
+class AllreduceOptions(Options):
+    """The flags of train.py."""
+
+    PROG: ClassVar[str] = "train.py"
+    LAUNCH: ClassVar[str] = "horovodrun -np 4 python train.py"
+    LAUNCH_ON_HOSTS: ClassVar[str] = (
+        "horovodrun -np 4 -H host1:2,host2:2 python train.py"
+    )
+    DESCRIPTION: ClassVar[str] = (
+        "Train a small network on MNIST with synchronous replicas: every rank computes "
+        "a gradient, Horovod averages them."
+    )
+
+    lr_scaling: str = _flag(
+        "model and training",
+        "none",
+        "multiply the rate by 1, by the square root of, or by the number of batches "
+        "that one update averages",
+        choices=("none", "sqrt", "linear"),
+    )
+    clip_norm: float = _flag(
+        "model and training",
+        0.0,
+        "scale a longer averaged gradient to this norm; 0 does not",
+        type=POSITIVE_OR_0,
+        metavar="NORM",
+    )
+    deterministic: bool = _flag(
+        "model and training", False, "the same bytes from the same command"
+    )
+    sync_replicas: bool = _flag(
+        "several processes", True, "always on here: ps_mode.py is the asynchronous one"
+    )
+    replicas_to_aggregate: int | None = _flag(
+        "several processes",
+        None,
+        "batches averaged by one update, a multiple of the replicas "
+        "(default: one from each)",
+        type=COUNT,
+        metavar="N",
+    )
+
+    def check(self) -> None:  # noqa: D102
+        super().check()
+        if not self.sync_replicas:
+            raise JobError(
+                "--no-sync_replicas: train.py is always synchronous; for asynchronous "
+                "training run mpirun -np 4 python ps_mode.py",
+                code=2,
+            )
+
+    def passes_per_update(self, replicas: int) -> int:
+        """How many gradients a replica accumulates before each update.
+
+        Raises:
+            JobError: ``replicas_to_aggregate`` is not a multiple of ``replicas``.
+        """
+        wanted = self.replicas_to_aggregate or replicas
+        if wanted % replicas:
+            raise JobError(
+                f"--replicas_to_aggregate: expected a multiple of the {replicas} "
+                f"replicas, found {wanted}; to go on without the slowest replicas "
+                f"run ps_mode.py --sync_replicas --replicas_to_aggregate {wanted}",
+                code=2,
+            )
+        return wanted // replicas
+
     def scaled_learning_rate(self, batches: int) -> float:
         """The rate for an update that averages ``batches`` batches.
 
@@ -227,44 +282,181 @@ class Options:
         return self.learning_rate * factors[self.lr_scaling]
 
     def describe(
-        self, dataset: Dataset, size: int, replicas: int, batches: int, rate: float
+        self, sizes: Sizes, size: int, replicas: int, batches: int, rate: float
     ) -> list[str]:
         """What these options come to for ``replicas`` replicas, in lines."""
-        samples = len(dataset.train)
         batch = batches * self.batch_size
-        told = {k: v for k, v in asdict(self).items() if k != "mirrors"}
-        return [
-            f"data: {dataset.source}: {samples} training, {len(dataset.validation)} "
-            f"validation, {len(dataset.test)} test samples",
-            f"model: {self.hidden_units} hidden units, {size} parameters, "
-            f"seed {self.seed}",
-            f"replicas: {replicas}, each {self.batch_size} samples x "
-            f"{batches // replicas} per update; global batch {batch}, "
-            f"{samples / batch:.2f} updates per epoch, "
-            f"about {samples / replicas:.0f} samples per replica and epoch",
-            f"learning rate: {rate:g} (--learning_rate {self.learning_rate:g}, "
-            f"--lr_scaling {self.lr_scaling}, batches per update: {batches})",
-            f"options: {' '.join(f'{k}={v}' for k, v in told.items())}",
+        return self._describe(
+            sizes,
+            size,
+            [
+                f"replicas: {replicas}, each {self.batch_size} samples x "
+                f"{batches // replicas} per update; global batch {batch}, "
+                f"{sizes.train / batch:.2f} updates per epoch, "
+                f"about {sizes.train / replicas:.0f} samples per replica and epoch",
+                f"learning rate: {rate:g} (--learning_rate {self.learning_rate:g}, "
+                f"--lr_scaling {self.lr_scaling}, batches per update: {batches})",
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class ServerOptions(Options):
+    """The flags of ps_mode.py."""
+
+    PROG: ClassVar[str] = "ps_mode.py"
+    LAUNCH: ClassVar[str] = "mpirun -np 4 python ps_mode.py"
+    LAUNCH_ON_HOSTS: ClassVar[str] = (
+        "mpirun -np 4 -H host1:2,host2:2 python ps_mode.py (--num_ps sets how many of "
+        "them are servers)"
+    )
+    DESCRIPTION: ClassVar[str] = (
+        "Train a small network on MNIST with a parameter server: rank 0 holds the "
+        "parameters, every other rank sends it gradients."
+    )
+
+    optimizer: str = _flag(
+        "model and training", "adam", "the server's", choices=("adam", "sgd")
+    )
+    momentum: float = _flag(
+        "model and training",
+        0.0,
+        "of --optimizer sgd",
+        type=MOMENTUM,
+        metavar="FRACTION",
+    )
+    staleness_lr: bool = _flag(
+        "model and training",
+        True,
+        "divide the rate by 1 + the gradient's staleness, unless --sync_replicas",
+    )
+    num_ps: int = _flag(
+        "several processes",
+        1,
+        "the first ranks serve, each a slice of the parameters",
+        type=COUNT,
+        metavar="N",
+    )
+    sync_replicas: bool = _flag(
+        "several processes", False, "average gradients of the same parameters"
+    )
+    replicas_to_aggregate: int | None = _flag(
+        "several processes",
+        None,
+        "with --sync_replicas: gradients averaged by one update; later ones are "
+        "dropped (default: as many as workers)",
+        type=COUNT,
+        metavar="N",
+    )
+    max_staleness: int | None = _flag(
+        "several processes",
+        None,
+        "hold a worker back that is more than so many updates ahead of the slowest "
+        "(default: nobody is held back)",
+        type=COUNT_OR_0,
+        metavar="N",
+    )
+    push_every: int = _flag(
+        "several processes",
+        1,
+        "batches that a worker averages before it sends",
+        type=COUNT,
+        metavar="N",
+    )
+
+    @property
+    def wire_type(self) -> str:
+        """The type of the numbers in a message."""
+        return "<f2" if self.compression == "fp16" else "<f4"
+
+    def check(self) -> None:  # noqa: D102
+        super().check()
+        refused = [
+            (
+                self.momentum and self.optimizer != "sgd",
+                "--momentum",
+                "--optimizer sgd",
+            ),
+            (
+                self.replicas_to_aggregate and not self.sync_replicas,
+                "--replicas_to_aggregate",
+                "--sync_replicas",
+            ),
+            (
+                self.max_staleness is not None and self.sync_replicas,
+                "--max_staleness",
+                "--no-sync_replicas: synchronous gradients are never stale",
+            ),
         ]
+        for wrong, flag, expected in refused:
+            if wrong:
+                raise JobError(f"{flag}: expected {expected} too", code=2)
+
+    def check_ranks(self, ranks: int) -> int:
+        """The number of servers, if ``ranks`` are enough for them and a worker.
+
+        Raises:
+            JobError: they are not.
+        """
+        if ranks <= self.num_ps:
+            raise JobError(
+                f"expected at least {self.num_ps + 1} ranks, {self.num_ps} to serve "
+                f"(--num_ps) and one to train, found {ranks}: "
+                f"mpirun -np {self.num_ps + 2} python ps_mode.py",
+                code=2,
+            )
+        return self.num_ps
+
+    def policy(self, workers: int) -> policy.Asynchronous | policy.Synchronous:
+        """The policy that these options ask for."""
+        if self.sync_replicas:
+            return policy.Synchronous(workers, self.replicas_to_aggregate or workers)
+        return policy.Asynchronous(workers, self.max_staleness)
+
+    def rate(self, staleness: int) -> float:
+        """The learning rate for a gradient of ``staleness``."""
+        if self.staleness_lr and not self.sync_replicas:
+            return policy.scaled_rate(self.learning_rate, staleness)
+        return self.learning_rate
+
+    def describe(self, sizes: Sizes, size: int, workers: int) -> list[str]:
+        """What these options come to for ``workers`` workers, in lines."""
+        batch = self.push_every * self.batch_size
+        if self.sync_replicas:
+            wanted = self.replicas_to_aggregate or workers
+            how = f"the first {wanted} gradients of a version are averaged"
+            batch *= wanted
+        elif self.max_staleness is None:
+            how = "each gradient is applied on arrival"
+        else:
+            how = f"no worker is more than {self.max_staleness} updates ahead"
+        scaled = self.rate(1) < self.learning_rate
+        return self._describe(
+            sizes,
+            size,
+            [
+                f"servers: {self.num_ps}; workers: {workers}, each {self.batch_size} "
+                f"samples x {self.push_every} per gradient; {how}; an update takes "
+                f"{batch} samples, {sizes.train / batch:.2f} updates per epoch",
+                f"learning rate: {self.learning_rate:g}"
+                + (" / (1 + staleness)" if scaled else ""),
+            ],
+        )
 
 
-def parse(argv: list[str] | None, prog: str) -> Options:
-    """The options that ``argv`` (default: the command line) gives.
+Kind = TypeVar("Kind", bound=Options)
+
+
+def parse(argv: list[str] | None, kind: type[Kind]) -> Kind:
+    """The options of a script that ``argv`` (default: the command line) gives.
 
     Raises:
         JobError: a flag or value is not valid (exit code 2).
         SystemExit: ``--help`` was asked for.
     """
     argv = sys.argv[1:] if argv is None else argv
-    options = Options(**vars(_parser(prog).parse_args(_respelled(argv))))
-    if not options.sync_replicas:
-        raise JobError(
-            "--no-sync_replicas: train.py is always synchronous; for asynchronous "
-            "training run mpirun -np 4 python ps_mode.py",
-            code=2,
-        )
-    if options.download_only and options.data_dir is None:
-        raise JobError("--download_only: expected --data_dir too, found none", code=2)
+    options = kind(**vars(_parser(kind).parse_args(_respelled(argv, kind))))
+    options.check()
     return options
 
 
@@ -300,18 +492,9 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         )
 
 
-class _Retired(argparse.Action):
-    def __call__(self, parser, namespace, values, option_string=None):
-        raise JobError(
-            f"{option_string} is a flag of the TensorFlow 1 program: here "
-            f"{RETIRED[self.dest]}",
-            code=2,
-        )
-
-
-def _respelled(argv: list[str]) -> list[str]:
+def _respelled(argv: list[str], kind: type[Options]) -> list[str]:
     """Hyphens in names as underscores; --switch=true and =false as TensorFlow 1 had."""
-    switches = {f"--{f.name}" for f in fields(Options) if f.type is bool}
+    switches = {f"--{f.name}" for f in fields(kind) if f.type is bool}
 
     def respell(argument: str) -> str:
         name, equals, value = argument.partition("=")
@@ -327,18 +510,26 @@ def _respelled(argv: list[str]) -> list[str]:
     return [respell(argument) for argument in argv]
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def _parser(kind: type[Options]) -> argparse.ArgumentParser:
+    class Retired(argparse.Action):
+        def __call__(self, parser, namespace, values, option_string=None):
+            advice = RETIRED[self.dest].format(
+                here=kind.LAUNCH, hosts=kind.LAUNCH_ON_HOSTS
+            )
+            raise JobError(
+                f"{option_string} is a flag of the TensorFlow 1 program: here {advice}",
+                code=2,
+            )
+
     parser = _Parser(
-        prog=prog,
+        prog=kind.PROG,
         allow_abbrev=False,
         formatter_class=_Formatter,
-        description="Train a small network on MNIST with synchronous replicas: "
-        "every rank computes a gradient, Horovod averages them.",
-        epilog="Start it alone (python train.py) or with a launcher "
-        "(horovodrun -np 4 python train.py).",
+        description=kind.DESCRIPTION,
+        epilog=f"Start it with a launcher: {kind.LAUNCH}",
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for option in fields(Options):
+    for option in fields(kind):
         how = dict(option.metadata)
         title = how.pop("group")
         if title not in groups:
@@ -348,7 +539,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name}",
             nargs="?",
-            action=_Retired,
+            action=Retired,
             default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
         )

@@ -90,9 +90,19 @@ def choose_gpu(gpus: list[str], local_rank: int, num_gpus: int) -> str | None:
     return usable[local_rank % len(usable)] if usable else None
 
 
+def servers_here(here: Slot, servers: int) -> int:
+    """How many of this host's processes serve, if ranks 0 to ``servers`` - 1 do.
+
+    Launchers number the processes of a host in a row.
+    """
+    first = here.rank - here.local_rank
+    return min(max(servers - first, 0), here.local_size)
+
+
 def settle(
     num_gpus: int,
     stall_timeout: int,
+    servers: int = 0,
     environ: MutableMapping[str, str] = os.environ,
 ) -> list[str]:
     """Place this process; returns lines that say what was decided.
@@ -101,8 +111,12 @@ def settle(
         num_gpus: GPUs of each machine; 0 for the CPU.
         stall_timeout: seconds after which Horovod ends a job that waits for a rank;
             0 for never.
+        servers: the first ranks of the job, which serve parameters: they get no GPU,
+            and a core only if there are enough for all.
     """
     here = slot(environ)
+    serving = servers_here(here, servers)
+    trainers, number = here.local_size - serving, here.local_rank - serving
 
     def default(name: str, value: object) -> str:
         """Set a variable unless it is set; returns how that reads in a line."""
@@ -117,7 +131,12 @@ def settle(
     elif bound_already(cores, environ):
         mine, how = sorted(cores), "as bound by the launcher"
     else:
-        mine = share(neighbours_first(cores), here.local_rank, here.local_size)
+        all_cores = neighbours_first(cores)
+        own = serving if len(cores) >= here.local_size else 0  # cores for the servers
+        if number >= 0:
+            mine = share(all_cores[own:], number, trainers)
+        else:
+            mine = [all_cores[here.local_rank]] if own else all_cores
         os.sched_setaffinity(0, mine)
         how = f"of {len(cores)}, split by local rank"
     # Bound to a socket with other ranks, a rank still gets no more than its part.
@@ -131,19 +150,20 @@ def settle(
     # a wait that spins takes the core from a computation, its own or a neighbour's.
     # One that yields does not, so there Horovod need not sleep between its cycles:
     # it sleeps longest when the gradient has just become ready.
-    crowded = here.size > 1 and len(mine) < 2
+    crowded = here.size > 1 and (len(mine) < 2 or servers > 0)
     yields = default("OMPI_MCA_mpi_yield_when_idle", int(crowded))
-    cycle = default("HOROVOD_CYCLE_TIME", 0 if crowded else 0.2)  # Horovod's is 1
-    lines.append(f"MPI yields when idle: {yields}; Horovod cycle: {cycle} ms")
-
-    # Horovod ends no job earlier than it warns.
-    stall = default("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", stall_timeout)
-    if stall_timeout:
-        default("HOROVOD_STALL_CHECK_TIME_SECONDS", max(1, stall_timeout // 2))
-    lines.append(f"stalled job ends after: {stall} s")
+    lines.append(f"MPI yields when idle: {yields}")
+    if not servers:
+        cycle = default("HOROVOD_CYCLE_TIME", 0 if crowded else 0.2)  # Horovod's is 1
+        lines[-1] += f"; Horovod cycle: {cycle} ms"
+        # Horovod ends no job earlier than it warns.
+        stall = default("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", stall_timeout)
+        if stall_timeout:
+            default("HOROVOD_STALL_CHECK_TIME_SECONDS", max(1, stall_timeout // 2))
+        lines.append(f"stalled job ends after: {stall} s")
 
     gpus = visible_gpus(environ)
-    gpu = choose_gpu(gpus, here.local_rank, num_gpus)
+    gpu = choose_gpu(gpus, number, num_gpus) if number >= 0 else None
     environ["CUDA_VISIBLE_DEVICES"] = "-1" if gpu is None else gpu
     default("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     why = f"--num_gpus {num_gpus}, {len(gpus)} visible"

@@ -49,6 +49,15 @@ class Asynchronous:
         self._waiting = [w for w in self._waiting if w not in release]
         return Decision(True, averaged=1, staleness=staleness, release=release)
 
+    def refused(self, worker: int, version: int) -> Decision:
+        """Drop a gradient that is no numbers; ``worker`` tries again."""
+        return Decision(False, staleness=self.version - version, release=[worker])
+
+    def drain(self) -> list[int]:
+        """The workers that are held back, who are so no longer."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
 
 class Synchronous:
     """The first ``aggregate`` gradients of the newest version are averaged into one.
@@ -69,8 +78,7 @@ class Synchronous:
     def arrived(self, worker: int, version: int) -> Decision:
         """Decide on ``worker``'s gradient of the parameters of ``version``."""
         if version != self.version:
-            self._computing += 1
-            return Decision(False, staleness=self.version - version, release=[worker])
+            return self.refused(worker, version)
         self._computing -= 1
         self._received += 1
         self._waiting.append(worker)
@@ -84,6 +92,16 @@ class Synchronous:
             release = [self._waiting.pop(0)]
             self._computing += 1
         return Decision(True, averaged=averaged, release=release)
+
+    def refused(self, worker: int, version: int) -> Decision:
+        """Drop a late gradient, or one that is no numbers; ``worker`` tries again."""
+        self._computing += version != self.version
+        return Decision(False, staleness=self.version - version, release=[worker])
+
+    def drain(self) -> list[int]:
+        """The workers that wait for an update, who do so no longer."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
 
 def scaled_rate(rate: float, staleness: int) -> float:

@@ -4,6 +4,7 @@ The root rank alone writes to the terminal: text to stderr, the final line to st
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import queue
@@ -14,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -148,6 +150,15 @@ def run(main: Callable[[], object], prog: str) -> None:
         with contextlib.suppress(AttributeError, OSError):  # closed, or full
             sys.stdout.flush()
         os._exit(code)
+
+
+def code_version() -> str:
+    """Digest of the program's source, the same on ranks that run the same code."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*package.glob("*.py"), *package.parent.glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 class Watchdog:

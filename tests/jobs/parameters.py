@@ -10,7 +10,7 @@ from replica import data, options, placement, report
 
 def main() -> None:
     path, *flags = sys.argv[1:]
-    opts = options.parse(flags, "train.py")
+    opts = options.parse(flags, options.AllreduceOptions)
     placement.settle(opts.num_gpus, opts.stall_timeout)
     dataset = data.load(opts.data_dir, opts.num_classes)
     train.connect(opts)

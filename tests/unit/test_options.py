@@ -3,12 +3,12 @@ import dataclasses
 import pytest
 
 from replica import options
-from replica.options import RETIRED, Options
+from replica.options import RETIRED, AllreduceOptions
 from replica.report import JobError
 
 
-def parse(*argv: str) -> Options:
-    return options.parse(list(argv), "train.py")
+def parse(*argv: str) -> AllreduceOptions:
+    return options.parse(list(argv), AllreduceOptions)
 
 
 def refusal(*argv: str) -> str:
@@ -21,7 +21,7 @@ def refusal(*argv: str) -> str:
 
 def test_defaults_are_the_seeds():
     opts = parse()
-    assert opts == Options()
+    assert opts == AllreduceOptions()
     assert (opts.hidden_units, opts.train_steps, opts.batch_size) == (100, 200, 100)
     assert (opts.learning_rate, opts.num_gpus) == (0.01, 1)
     assert opts.replicas_to_aggregate is None
@@ -42,7 +42,7 @@ def test_values_keep_their_hyphens_and_underscores():
 def test_switches_take_values_as_in_tensorflow_1():
     assert parse("--deterministic=True").deterministic
     assert not parse("--deterministic=false").deterministic
-    assert parse("--deterministic", "--no-deterministic") == Options()
+    assert parse("--deterministic", "--no-deterministic") == AllreduceOptions()
 
 
 def test_options_are_frozen():

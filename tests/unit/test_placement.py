@@ -27,7 +27,7 @@ def launched(rank: int, size: int, **more: str) -> dict[str, str]:
 
 
 def settle(environ: dict, num_gpus: int = 1, stall_timeout: int = 60) -> list[str]:
-    return placement.settle(num_gpus, stall_timeout, environ)
+    return placement.settle(num_gpus, stall_timeout, environ=environ)
 
 
 @pytest.mark.parametrize("names", placement.LAUNCHERS)
