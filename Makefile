@@ -4,7 +4,7 @@ NP ?= 4
 ARGS ?=
 IN_VENV = . "$(VENV)/bin/activate" &&
 
-.PHONY: help setup train test lint format bench clean
+.PHONY: help setup train ps test lint format bench clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -14,6 +14,9 @@ setup: ## make the virtual environment (a second call does nothing)
 
 train: setup ## four synchronous replicas on MNIST: make train NP=2 ARGS="--train_steps 500"
 	$(IN_VENV) TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-3} horovodrun -np $(NP) python train.py $(ARGS)
+
+ps: setup ## a parameter server and three workers: make ps NP=3 ARGS="--sync_replicas"
+	$(IN_VENV) mpirun --hostfile hostfile.example -np $(NP) python ps_mode.py $(ARGS)
 
 test: setup ## every test: make test ARGS="-k data"
 	$(IN_VENV) pytest $(ARGS)

@@ -52,3 +52,16 @@ def test_an_update_allocates_no_vector():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100_000
+
+
+@pytest.mark.parametrize("ours", [Adam, lambda n: Sgd(n, 0.9)], ids=["adam", "sgd"])
+def test_slots_without_gradient_decay_to_zero_not_to_denormal_numbers(ours):
+    found, vector = ours(100), np.ones(100, np.float32)
+    gradient = np.full(100, 1e-12, np.float32)
+    found.update(vector, gradient, 0.01)
+    gradient[:] = 0
+    smallest = np.finfo(np.float32).tiny
+    for _ in range(1500):
+        found.update(vector, gradient, 0.01)
+        for slot in found.slots.values():
+            assert not ((np.abs(slot) < smallest) & (slot != 0)).any()
