@@ -38,8 +38,8 @@ HEADER = np.dtype(
     [("version", "<i8"), ("ticket", "<i8"), ("command", "<i8"), ("loss", "<f8")]
 )
 # Who waits for a message looks again and again, leaving the core to any other thread
-# in between, for so many seconds; then naps a tenth of the time waited, 1 ms at most.
-EAGER, LONGEST_NAP = 0.002, 0.001
+# in between, for so many seconds; then naps a tenth of the time waited, 5 ms at most.
+EAGER, LONGEST_NAP = 0.002, 0.005
 MOST_REFUSED = 5  # gradients that are no numbers, before training counts as diverged
 EVALUATION_BATCH = 2500  # samples, so that a large set needs no large memory
 
