@@ -23,15 +23,23 @@ import itertools
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from replica import data, fetch, optimizer, options, params, placement, policy, report
-from replica.report import JobError
+from replica import (
+    JobError,
+    data,
+    fetch,
+    optimizer,
+    options,
+    params,
+    placement,
+    policy,
+    report,
+)
 
-# Imported by connect() and work(), once the flags are read and the cores are chosen.
+# Imported by connect(), once the flags are read and the cores are chosen.
 MPI = tf = model = None
 
 HEADER = np.dtype(
@@ -124,31 +132,50 @@ def main(argv: list[str] | None = None) -> None:
     # worker: a server holds no data
     dataset = None if serving else data.load(opts.data_dir, opts.num_classes)
     layout = params.mlp(opts.hidden_units, opts.num_classes)
-    comm, sets = connect(opts, layout, dataset)
-    for line in placed + opts.describe(sets, layout.size, here.size - servers):
+    # all ranks: server 0 names a silent worker earlier; this sees all the rest
+    watchdog = report.Watchdog(2 * opts.stall_timeout, opts.PROG)
+    comm, sizes, found = connect(opts, dataset, watchdog)
+    placed += found + opts.describe(sizes, layout.size, here.size - servers)
+    for line in placed:
         report.say(line)
     if serving:
-        result = Shard(opts, comm, layout).serve()
+        result = Shard(opts, comm, layout, watchdog).serve()
     else:
-        result = work(opts, comm, layout, dataset)
+        result = work(opts, comm, layout, dataset, watchdog)
     # all ranks: what each has measured
     results = comm.gather(result)
     if here.rank == 0:
         report.final(results[0] | {"per_worker": results[servers:]})
+    # all ranks: leave together, as long as the watchdog looks on
+    wait(comm.Ibarrier().Test)
 
 
-def connect(opts, layout: params.Layout, dataset: data.Dataset | None):
-    """Meet the other ranks; returns the communicator and what the data set holds."""
-    global MPI
-    from mpi4py import MPI
+def connect(opts, dataset: data.Dataset | None, watchdog: report.Watchdog):
+    """Import MPI, on workers TensorFlow too, and meet the other ranks.
 
+    Returns the communicator, what the data set holds, and lines about what was found.
+    """
+    global MPI, tf, model
+    with watchdog.without_threads():
+        from mpi4py import MPI
+    if dataset:
+        with report.quiet_stderr():
+            import tensorflow as tf
+
+            from replica import model
     comm = MPI.COMM_WORLD
+    wait(comm.Ibarrier().Test)  # asleep, which allgather is not
     # all ranks: a rank with other options would train something else, or hang
-    mine = asdict(opts) | {"parameters": layout.size, "code": report.code_version()}
-    everyone = comm.allgather((mine, dataset and dataset.sizes()))
-    if found := options.disagreement([theirs for theirs, _ in everyone]):
+    if found := options.disagreement(comm.allgather(opts.identity())):
         raise JobError(found)
-    return comm, everyone[-1][1]
+    # all ranks: so would a worker with other data; a server has none
+    sizes = comm.allgather(dataset and dataset.sizes)
+    contents = [theirs.content() for theirs in sizes[opts.num_ps :]]
+    if found := options.disagreement([{}] * opts.num_ps + contents, opts.num_ps):
+        raise JobError(found)
+    missing = comm.allgather(bool(dataset) and model.gpu_is_missing())
+    watchdog.beat("all ranks met")
+    return comm, sizes[-1], placement.missing_gpus(missing)
 
 
 def pause(waited: float) -> None:
@@ -159,18 +186,11 @@ def pause(waited: float) -> None:
         time.sleep(min(waited / 10, LONGEST_NAP))
 
 
-def wait(ready, seconds: float, what: str) -> None:
-    """Return when ``ready()`` is true.
-
-    Raises:
-        JobError: it is not after ``seconds``; 0 waits for ever.
-    """
+def wait(ready: Callable[[], bool]) -> None:
+    """Return when ``ready()`` is true; the watchdog ends a wait that is too long."""
     began = time.monotonic()
     while not ready():
-        waited = time.monotonic() - began
-        if seconds and waited > seconds:
-            raise JobError(f"nothing from {what} for {seconds} s (--stall_timeout)")
-        pause(waited)
+        pause(time.monotonic() - began)
 
 
 def slices(size: int, servers: int) -> list[slice]:
@@ -182,8 +202,9 @@ def slices(size: int, servers: int) -> list[slice]:
 class Shard:
     """A server: a slice of the parameters with its optimizer's state."""
 
-    def __init__(self, opts, comm, layout: params.Layout):
+    def __init__(self, opts, comm, layout: params.Layout, watchdog: report.Watchdog):
         self.opts, self.comm, self.rank = opts, comm, comm.Get_rank()
+        self.watchdog = watchdog
         self.servers = opts.num_ps
         self.workers = comm.Get_size() - self.servers
         mine = slices(layout.size, self.servers)[self.rank]
@@ -209,8 +230,8 @@ class Shard:
         """Serve until every worker has been told to stop; returns what was counted."""
         for link in self.links:
             link.post()
-        # all ranks: start together, when the workers have loaded TensorFlow
-        wait(self.comm.Ibarrier().Test, 0, "the workers")
+        # all ranks: start together, when the workers have compiled
+        wait(self.comm.Ibarrier().Test)
         return Lead(self).serve() if self.rank == 0 else self.follow()
 
     def carry_out(self, order, tickets: Iterator[int] = itertools.repeat(0)) -> None:  # noqa: B008
@@ -247,13 +268,12 @@ class Shard:
         """Carry out server 0's orders, in its order."""
         stopped = 0
         while stopped < self.workers:
-            request = self.comm.Irecv(self.order.view("u1"), 0, Tag.DECISION)
-            wait(request.Test, 2 * self.opts.stall_timeout, "rank 0")
+            wait(self.comm.Irecv(self.order.view("u1"), 0, Tag.DECISION).Test)
             order = self.order[0]
             if order["worker"] >= 0:
-                link = self.links[order["worker"]]
-                wait(link.arrived, self.opts.stall_timeout, f"rank {link.peer}")
+                wait(self.links[order["worker"]].arrived)
             self.carry_out(order)
+            self.watchdog.beat(f"step {self.version}")
             stopped += int((order["commands"] == Command.STOP).sum())
         for link in self.links:
             link.sending.Wait()
@@ -288,6 +308,7 @@ class Lead:
             else:
                 self.gradient(worker)
             busy += time.perf_counter() - now
+            self.shard.watchdog.beat(f"step {self.rule.version}")
         for link in self.shard.links:
             link.sending.Wait()
             link.receiving.Cancel()
@@ -461,14 +482,8 @@ class Lead:
         }
 
 
-def work(opts, comm, layout: params.Layout, dataset: data.Dataset) -> dict:
+def work(opts, comm, layout: params.Layout, dataset: data.Dataset, watchdog) -> dict:
     """Train until told to stop; returns where the time went, in seconds."""
-    global tf, model
-    with report.quiet_stderr():
-        import tensorflow as tf
-
-        from replica import model
-
     parts = slices(layout.size, opts.num_ps)
     tags = Tag.GRADIENT, Tag.PARAMETERS
     links = [
@@ -480,8 +495,8 @@ def work(opts, comm, layout: params.Layout, dataset: data.Dataset) -> dict:
     compute, sampler = build_gradient(opts, layout, dataset.train)
     vector = layout.initial(opts.seed)
     compute(tf.constant(vector), tf.zeros([opts.push_every, opts.batch_size], tf.int32))
-    # all ranks: start together, when the workers have loaded TensorFlow
-    wait(comm.Ibarrier().Test, 0, "the other ranks")
+    # all ranks: start together, when the workers have compiled
+    wait(comm.Ibarrier().Test)
     spent: Counter[str] = Counter()
     mark = time.perf_counter()
 
@@ -492,10 +507,11 @@ def work(opts, comm, layout: params.Layout, dataset: data.Dataset) -> dict:
         mark = now
 
     while True:
-        for server, (link, part) in enumerate(zip(links, parts, strict=True)):
-            wait(link.arrived, 2 * opts.stall_timeout, f"rank {server}")
+        for link, part in zip(links, parts, strict=True):
+            wait(link.arrived)
             lap("wait")
             vector[part] = link.into.vector
+        watchdog.beat("the servers' last message")
         header = links[0].into.header.copy()
         versions = [int(link.into.header["version"]) for link in links]
         if len(set(versions)) > 1:

@@ -10,14 +10,12 @@ process are marked `# all ranks:` or `# rank 0:`.
 """
 
 import hashlib
-import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
-from replica import data, fetch, options, params, placement, report
-from replica.report import JobError
+from replica import JobError, data, fetch, options, params, placement, report
 
 # Imported by connect(), once the flags are read and the cores are chosen.
 hvd = tf = model = None
@@ -54,15 +52,23 @@ def main(argv: list[str] | None = None) -> None:
         report.say(f"data: {opts.data_dir} is complete")
         return
     dataset = data.load(opts.data_dir, opts.num_classes)
-    connect(opts)
+    # all ranks: a frozen rank stops Horovod too, which then cannot tell of the stall
+    watchdog = report.Watchdog(opts.stall_timeout, opts.PROG)
+    placed += connect(opts, dataset)
+    watchdog.beat("all ranks met")
     for line in placed:
         report.say(line)
-    _, summary = train(opts, dataset)
+    _, summary = train(opts, dataset, watchdog)
     report.final(summary)
+    # all ranks: leave together, as long as the watchdog looks on
+    hvd.shutdown()
 
 
-def connect(opts: options.AllreduceOptions) -> None:
-    """Import TensorFlow and Horovod, and meet the other ranks."""
+def connect(opts: options.AllreduceOptions, dataset: data.Dataset) -> list[str]:
+    """Import TensorFlow and Horovod, and meet the other ranks.
+
+    Returns lines about what was found.
+    """
     global hvd, tf, model
     try:
         with report.quiet_stderr():
@@ -78,16 +84,15 @@ def connect(opts: options.AllreduceOptions) -> None:
     if opts.deterministic:
         tf.config.experimental.enable_op_determinism()
     hvd.init()
-    gpu = os.environ["CUDA_VISIBLE_DEVICES"]
-    if gpu != "-1" and not tf.config.list_physical_devices("GPU"):
-        report.say(f"device: TensorFlow cannot use GPU {gpu}: training on the CPU")
-    # all ranks: a rank with other options would train something else, or hang
-    if found := options.disagreement(hvd.allgather_object(asdict(opts))):
+    # all ranks: a rank with other options or data would train something else, or hang
+    mine = opts.identity() | dataset.sizes.content()
+    if found := options.disagreement(hvd.allgather_object(mine)):
         raise JobError(found)
+    return placement.missing_gpus(hvd.allgather_object(model.gpu_is_missing()))
 
 
 def train(
-    opts: options.AllreduceOptions, dataset: data.Dataset
+    opts: options.AllreduceOptions, dataset: data.Dataset, watchdog: report.Watchdog
 ) -> tuple[np.ndarray, dict]:
     """Train on every rank; returns the parameters [size] and the final report."""
     ranks, rank = hvd.size(), hvd.rank()
@@ -96,7 +101,7 @@ def train(
     opts.check_samples(len(dataset.train), ranks, batches)
     rate = opts.scaled_learning_rate(batches)
     layout = params.mlp(opts.hidden_units, opts.num_classes)
-    for line in opts.describe(dataset.sizes(), layout.size, ranks, batches, rate):
+    for line in opts.describe(dataset.sizes, layout.size, ranks, batches, rate):
         report.say(line)
 
     # rank 0: draws the initial values, which the broadcast brings to the others
@@ -107,6 +112,7 @@ def train(
     for variable in state.variables():
         variable.assign(hvd.broadcast(variable, root_rank=0))
     check_equal(state, "at the start")
+    untrained = fingerprint([state.vector])
 
     loop = build_loop(opts, layout, dataset.train, state, passes, rate)
     evaluate = build_evaluation(layout, state)
@@ -115,8 +121,7 @@ def train(
 
     step, seconds, stop = 0, 0.0, False
     per_call = 1
-    # all ranks: a frozen rank stops Horovod too, which then cannot tell of the stall
-    watchdog = report.Watchdog(opts.stall_timeout, "train.py")
+    watchdog.beat("the loop was compiled")
     bar = report.progress(opts.train_steps, "step")
     while step < opts.train_steps and not stop:
         next_evaluation = opts.next_evaluation(step)
@@ -135,6 +140,7 @@ def train(
             watchdog.beat(f"step {step}")
             bar.update(steps)
         validation = evaluate(dataset.validation)
+        watchdog.beat(f"the evaluation at step {step}")
         report.say(
             f"step {step}: train loss {losses[-1]:.4f}, validation loss "
             f"{validation.loss:.4f}, accuracy {100 * validation.accuracy:.2f} %, "
@@ -145,8 +151,11 @@ def train(
         stop = bool(hvd.broadcast(tf.constant(reached), root_rank=0))
     bar.close()
     check_equal(state, "at the end")
+    trained = fingerprint([state.vector])
+    if trained == untrained:
+        raise JobError(f"expected {step} steps to change the parameters, found none")
     test = evaluate(dataset.test)
-    watchdog.stop()
+    watchdog.beat("the test")
     return state.vector.numpy(), {
         "mode": "allreduce",
         "ranks": ranks,
@@ -162,7 +171,7 @@ def train(
         "validation_accuracy": validation.accuracy,
         "test_loss": test.loss,
         "test_accuracy": test.accuracy,
-        "parameters_sha256": fingerprint([state.vector]).hex(),
+        "parameters_sha256": trained.hex(),
     }
 
 

@@ -4,18 +4,19 @@ Images stay uint8 everywhere. A data set is four IDX files, plain or .gz, or one
 ``mnist.npz`` as Keras has it. The sample in the repository needs no network.
 """
 
+import functools
 import gzip
+import hashlib
 import math
 import struct
-import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from replica import JobError
 from replica.params import IMAGE_PIXELS
-from replica.report import JobError
 
 SAMPLE = Path(__file__).with_name("sample")
 FILES = (
@@ -42,12 +43,22 @@ class Split:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Where a data set came from, and the samples in each of its parts."""
+    """Where a data set came from, the samples in its parts, and a digest of all."""
 
     source: str
     train: int
     validation: int
     test: int
+    sha256: str
+
+    def content(self) -> dict:
+        """What must be equal on all ranks, by the names that an error gives it."""
+        return {
+            "training samples": self.train,
+            "validation samples": self.validation,
+            "test samples": self.test,
+            "the data's SHA-256": self.sha256,
+        }
 
 
 @dataclass(frozen=True)
@@ -59,10 +70,15 @@ class Dataset:
     test: Split
     source: str
 
+    @functools.cached_property
     def sizes(self) -> Sizes:
         """What a rank without the data set needs to know of it."""
         parts = (self.train, self.validation, self.test)
-        return Sizes(self.source, *map(len, parts))
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part.images)
+            digest.update(part.labels)
+        return Sizes(self.source, *map(len, parts), digest.hexdigest()[:16])
 
 
 def load(data_dir: str | None, num_classes: int = 10) -> Dataset:
@@ -79,6 +95,11 @@ def load(data_dir: str | None, num_classes: int = 10) -> Dataset:
         splits = [_load_idx(folder, prefix) for prefix in ("train", "t10k")]
         source = str(folder) if data_dir else "the repository's sample"
     elif archive.exists():
+        if len(missing(folder)) < len(FILES):
+            raise JobError(
+                f"{folder}: expected mnist.npz or the four IDX files, found mnist.npz "
+                f"and some of them, without {missing_text(folder)}"
+            )
         splits = _load_npz(archive)
         source = str(archive)
     else:
@@ -89,7 +110,9 @@ def load(data_dir: str | None, num_classes: int = 10) -> Dataset:
     )
     held_out = min(len(train) // 12, 5000)
     if not held_out:
-        raise JobError(f"{source}: expected 12 training samples, found {len(train)}")
+        raise JobError(
+            f"{source}: expected at least 12 training samples, found {len(train)}"
+        )
     return Dataset(train[held_out:], train[:held_out], test, source)
 
 
@@ -149,6 +172,8 @@ def missing_text(folder: Path) -> str:
 
 def unpack(path: Path, limit: int | None = None) -> bytes:
     """The content of a plain or gzip file; gzip's own checksum is verified."""
+    if not path.is_file():  # a pipe would be waited for
+        raise OSError("not a regular file")
     if path.suffix not in (".gz", ".part"):
         return path.read_bytes()
     with gzip.open(path) as file:
@@ -170,7 +195,8 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
         content = unpack(path)
     except (OSError, EOFError, zlib.error) as error:
         raise JobError(
-            f"{path}: damaged or unreadable ({error}); remove it to fetch it again"
+            f"{path}: damaged or unreadable ({error}); replace it, or remove it to "
+            "have MNIST's fetched if the others are MNIST's"
         ) from error
     head = 4 + 4 * dimensions
     magic = 0x0800 + dimensions  # unsigned bytes, so many dimensions
@@ -182,15 +208,18 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
         )
     shape = struct.unpack(f">{dimensions}I", content[4:head])
     expected = head + math.prod(shape)
-    if len(content) != expected:
+    if len(content) != expected or 0 in shape:
         raise JobError(
-            f"{path}: expected {expected} bytes for {shape}, found {len(content)}"
+            f"{path}: expected {expected} bytes for {shape}, and no size 0, "
+            f"found {len(content)}"
         )
     return np.frombuffer(content, np.uint8, offset=head).reshape(shape)
 
 
 def _load_npz(path: Path) -> list[Split]:
     try:
+        if not path.is_file():
+            raise OSError("not a regular file")
         with np.load(path, allow_pickle=False) as arrays:
             return [
                 Split(arrays[f"x_{part}"], arrays[f"y_{part}"])
@@ -200,8 +229,9 @@ def _load_npz(path: Path) -> list[Split]:
         raise JobError(
             f"{path}: expected x_train, y_train, x_test and y_test: {error}"
         ) from error
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise JobError(f"{path}: damaged or unreadable: {error}") from error
+    except Exception as error:  # a damaged file can raise any, in zipfile and NumPy
+        text = f"{path}: damaged or unreadable: {type(error).__name__}: {error}"
+        raise JobError(" ".join(text.split())) from error
 
 
 def _checked(split: Split, num_classes: int, what: str) -> Split:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from replica import data, report
-from replica.report import JobError
+from replica import JobError, data, report
 
 # Name -> SHA-256 and bytes of the content, without gzip: mirrors may pack differently.
 MNIST = {

@@ -3,9 +3,17 @@
 The only file of the package that imports TensorFlow.
 """
 
+import os
+
 import tensorflow as tf
 
 from replica.params import Layout
+
+
+def gpu_is_missing() -> bool:
+    """Whether this process was given a GPU that TensorFlow cannot use."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "-1") not in ("", "-1")
+    return given and not tf.config.list_physical_devices("GPU")
 
 
 def split(layout: Layout, vector: tf.Tensor) -> list[tf.Tensor]:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import ClassVar, TypeVar
 
-from replica import policy
+import numpy as np
+
+from replica import JobError, policy, report
 from replica.data import Sizes
 from replica.fetch import MIRRORS
-from replica.placement import slot
-from replica.report import JobError
 
 # Flags of the seed's program that the launcher has replaced, and what to do instead.
 RETIRED = {
@@ -27,18 +27,26 @@ RETIRED = {
     "{here}",
 }
 
+FLOAT32 = np.finfo(np.float32)
+RANGES = {int: (1, 2**31 - 1), float: (float(FLOAT32.tiny), float(FLOAT32.max))}
+
 
 def _number(kind: type, accept: Callable[[float], bool], expected: str) -> Callable:
-    """A type for argparse: a finite number that ``accept`` takes."""
+    """A type for argparse: a number that ``accept`` takes and 32 bits hold."""
 
     def convert(text: str):
         try:
             value = kind(text)
-            if math.isfinite(value) and accept(value):
-                return value
-        except (ValueError, OverflowError):
-            pass
-        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+        except ValueError:
+            value = math.nan
+        if not accept(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+        least, most = RANGES[kind]
+        if value and not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"expected a number from {least} to {most}, found {text!r}"
+            )
+        return value
 
     return convert
 
@@ -191,6 +199,10 @@ class Options:
                 "--download_only: expected --data_dir too, found none", code=2
             )
 
+    def identity(self) -> dict:
+        """What must be equal on all ranks: the options and the program itself."""
+        return asdict(self) | {"code": report.code_version()}
+
     def _describe(self, sizes: Sizes, parameters: int, how: list[str]) -> list[str]:
         """What these options come to, in lines; ``how`` is the script's own part."""
         told = {k: v for k, v in asdict(self).items() if k != "mirrors"}
@@ -279,7 +291,15 @@ class AllreduceOptions(Options):
         Krizhevsky, "One weird trick for parallelizing CNNs", 2014.
         """
         factors = {"none": 1.0, "sqrt": math.sqrt(batches), "linear": float(batches)}
-        return self.learning_rate * factors[self.lr_scaling]
+        rate = self.learning_rate * factors[self.lr_scaling]
+        most = RANGES[float][1]
+        if rate > most:
+            raise JobError(
+                f"--lr_scaling {self.lr_scaling}: expected a rate of at most {most}, "
+                f"found {rate}",
+                code=2,
+            )
+        return rate
 
     def describe(
         self, sizes: Sizes, size: int, replicas: int, batches: int, rate: float
@@ -460,13 +480,13 @@ def parse(argv: list[str] | None, kind: type[Kind]) -> Kind:
     return options
 
 
-def disagreement(all_options: list[dict]) -> str | None:
-    """Where the options of some rank differ from those of rank 0, or None."""
-    for rank, theirs in enumerate(all_options):
-        for name, ours in all_options[0].items():
+def disagreement(all_ranks: list[dict], first: int = 0) -> str | None:
+    """Where what some rank tells differs from what rank ``first`` tells, or None."""
+    for rank, theirs in enumerate(all_ranks[first:], first):
+        for name, ours in all_ranks[first].items():
             if theirs.get(name) != ours:
                 return (
-                    f"ranks disagree on {name}: {ours} (rank 0), "
+                    f"ranks disagree on {name}: {ours} (rank {first}), "
                     f"{theirs.get(name)} (rank {rank})"
                 )
     return None
@@ -479,8 +499,7 @@ class _Parser(argparse.ArgumentParser):
         raise JobError(f"{message} (see --help)", code=2)
 
     def print_help(self, file=None) -> None:
-        if slot().rank == 0:
-            super().print_help(file)
+        report.out(self.format_help())
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -505,6 +524,8 @@ def _respelled(argv: list[str], kind: type[Options]) -> list[str]:
             return name
         if name in switches and value.lower() in ("false", "0"):
             return f"--no-{name[2:]}"
+        if equals and name.replace("--no_", "--") in switches:
+            raise JobError(f"{name}: expected true or false, found {value!r}", code=2)
         return name.replace("--no_", "--no-") + equals + value
 
     return [respell(argument) for argument in argv]

@@ -6,10 +6,13 @@ told to them through the environment. What the user or the launcher has set stay
 
 import glob
 import os
+import re
 import sys
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from replica import JobError
 
 # Where launchers tell a process its rank, the number of ranks, and both for its host.
 LAUNCHERS = (
@@ -90,6 +93,12 @@ def choose_gpu(gpus: list[str], local_rank: int, num_gpus: int) -> str | None:
     return usable[local_rank % len(usable)] if usable else None
 
 
+def missing_gpus(missing: list[bool]) -> list[str]:
+    """Lines about the ranks, by number, whose GPU TensorFlow cannot use."""
+    ranks = [rank for rank, is_missing in enumerate(missing) if is_missing]
+    return [f"device: TensorFlow finds no GPU on ranks {ranks}: CPU"] if ranks else []
+
+
 def servers_here(here: Slot, servers: int) -> int:
     """How many of this host's processes serve, if ranks 0 to ``servers`` - 1 do.
 
@@ -113,14 +122,21 @@ def settle(
             0 for never.
         servers: the first ranks of the job, which serve parameters: they get no GPU,
             and a core only if there are enough for all.
+
+    Raises:
+        JobError: a variable that the user has set is no number (exit code 2).
     """
     here = slot(environ)
     serving = servers_here(here, servers)
     trainers, number = here.local_size - serving, here.local_rank - serving
 
-    def default(name: str, value: object) -> str:
+    def default(name: str, value: object, pattern: str = r"\d+") -> str:
         """Set a variable unless it is set; returns how that reads in a line."""
         if name in environ:
+            if not re.fullmatch(pattern, environ[name]):
+                raise JobError(
+                    f"{name}: expected a number, found {environ[name]!r}", code=2
+                )
             return f"{environ[name]} (as set by {name})"
         environ[name] = str(value)
         return str(value)
@@ -143,7 +159,7 @@ def settle(
     threads = min(len(mine), max(1, (os.cpu_count() or 1) // here.local_size))
     threads_line = default("TF_NUM_INTRAOP_THREADS", threads)
     default("TF_NUM_INTEROP_THREADS", threads)
-    default("OMP_NUM_THREADS", threads)
+    default("OMP_NUM_THREADS", threads, r"\d+(,\d+)*")
     lines = [f"cores: {_ranges(mine)} on rank 0, {how}; threads: {threads_line}"]
 
     # A rank has two busy threads, TensorFlow's and Horovod's. On fewer than two cores
@@ -151,10 +167,11 @@ def settle(
     # One that yields does not, so there Horovod need not sleep between its cycles:
     # it sleeps longest when the gradient has just become ready.
     crowded = here.size > 1 and (len(mine) < 2 or servers > 0)
-    yields = default("OMPI_MCA_mpi_yield_when_idle", int(crowded))
+    yields = default("OMPI_MCA_mpi_yield_when_idle", int(crowded), r"\w+")
     lines.append(f"MPI yields when idle: {yields}")
     if not servers:
-        cycle = default("HOROVOD_CYCLE_TIME", 0 if crowded else 0.2)  # Horovod's is 1
+        # Horovod's own is 1
+        cycle = default("HOROVOD_CYCLE_TIME", 0 if crowded else 0.2, r"\d*\.?\d+")
         lines[-1] += f"; Horovod cycle: {cycle} ms"
         # Horovod ends no job earlier than it warns.
         stall = default("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", stall_timeout)
@@ -165,9 +182,9 @@ def settle(
     gpus = visible_gpus(environ)
     gpu = choose_gpu(gpus, number, num_gpus) if number >= 0 else None
     environ["CUDA_VISIBLE_DEVICES"] = "-1" if gpu is None else gpu
-    default("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    default("TF_FORCE_GPU_ALLOW_GROWTH", "true", r"\w+")
     why = f"--num_gpus {num_gpus}, {len(gpus)} visible"
-    lines.append(f"device: {'CPU' if gpu is None else f'GPU {gpu} on rank 0'} ({why})")
+    lines.append(f"device: {'CPU' if gpu is None else f'GPU {gpu} for rank 0'} ({why})")
 
     # Each rank would tell of its CPU's instructions, and that it finds no GPU driver.
     default("TF_CPP_MIN_LOG_LEVEL", 3 if gpu is None else 2)

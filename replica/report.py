@@ -4,10 +4,10 @@ The root rank alone writes to the terminal: text to stderr, the final line to st
 """
 
 import contextlib
+import faulthandler
 import hashlib
 import json
 import os
-import queue
 import sys
 import tempfile
 import threading
@@ -19,19 +19,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from replica import placement
+from replica import JobError, placement
 
 # How long a rank waits before it tells of an error: if all ranks have the same one,
 # the root has told it by then and the launcher has ended the rest.
 HOLD_BACK_SECONDS = 3.0
-
-
-class JobError(Exception):
-    """Bad input or a hopeless state: the message is the one line that a user needs."""
-
-    def __init__(self, message: str, code: int = 1):
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -61,9 +53,12 @@ def say(line: str) -> None:
 
 def write(text: str) -> None:
     """Write ``text`` and a newline to stderr from any rank, in one piece."""
-    with tqdm.external_write_mode(file=sys.stderr):
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+    try:
+        with tqdm.external_write_mode(file=sys.stderr):
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+    except OSError:  # full: no reason to lose a run, nor to try again at the exit
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def final(report: dict) -> None:
@@ -72,17 +67,30 @@ def final(report: dict) -> None:
     Raises:
         JobError: stdout is closed or full; the line has gone to stderr instead.
     """
+    line = json.dumps(report)
+    try:
+        out(f"{line}\n")
+    except JobError:
+        write(line)
+        raise
+
+
+def out(text: str) -> None:
+    """Write ``text`` to stdout, from the root rank only.
+
+    Raises:
+        JobError: stdout is closed or full.
+    """
     if placement.slot().rank != 0:
         return
-    line = json.dumps(report)
     try:
         if sys.stdout is None:
             raise OSError("it is closed")
-        sys.stdout.write(f"{line}\n")
+        sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        write(line)
-        raise JobError(f"stdout: cannot write the final line: {error}") from error
+        sys.stdout = None  # or Python tries again at the exit
+        raise JobError(f"stdout: cannot write to it: {error}") from error
 
 
 def progress(total: int, unit: str, scale: bool = False) -> tqdm:
@@ -164,37 +172,39 @@ def code_version() -> str:
 class Watchdog:
     """Ends the process when nothing has happened for too long.
 
-    For the waits that no error and no signal handler can end: a rank that is frozen
-    or out of reach holds the others inside MPI.
+    For the waits that no error and no signal handler can end: a rank that is frozen,
+    out of reach or gone holds the others inside MPI. Watches to the end of the process.
     """
 
-    def __init__(self, seconds: float, prog: str):
-        self.seconds, self.prog, self.last = seconds, prog, "the start"
-        self._beats: queue.SimpleQueue = queue.SimpleQueue()
+    def __init__(self, seconds: int, prog: str):
+        self.seconds, self.prog = seconds, prog
+        self.beat("the start")
         if seconds:  # 0: wait for ever
             threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self, what: str) -> None:
         """Tell that ``what`` has been done."""
-        self.last = what
-        self._beats.put(True)
+        self.last = what, time.monotonic()
 
-    def stop(self) -> None:
-        """Stop watching."""
-        self._beats.put(False)
+    @contextlib.contextmanager
+    def without_threads(self) -> Iterator[None]:
+        """Watch a block that keeps Python's threads from running, this one's too."""
+        if self.seconds:
+            faulthandler.dump_traceback_later(self.seconds + 1, exit=True)
+        yield
+        faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        try:
-            while self._beats.get(timeout=self.seconds):
-                pass
-        except queue.Empty:
-            rank = placement.slot().rank
-            _tell(
-                f"{self.prog}: error: rank {rank}: nothing since {self.last} for "
-                f"{self.seconds} s (--stall_timeout): a rank is frozen or out of reach",
-                rank != 0,
-            )
-            os._exit(1)
+        while (left := self.last[1] + self.seconds - time.monotonic()) > 0:
+            time.sleep(left)
+        rank = placement.slot().rank
+        _tell(
+            f"{self.prog}: error: rank {rank}: nothing since {self.last[0]} for "
+            f"{self.seconds} s (see --stall_timeout): a rank is frozen, out of reach "
+            "or gone",
+            rank != 0,
+        )
+        os._exit(1)
 
 
 def _tell(text: str, hold_back: bool) -> None:

@@ -1,5 +1,6 @@
 """What several tests use: the repository, the full data sets, and how jobs start."""
 
+import gzip
 import json
 import os
 import re
@@ -102,3 +103,13 @@ def fault(rank: int | str, code: str) -> dict[str, str]:
     """Environment that makes ``rank`` of a job run ``code`` before the program."""
     path = os.pathsep.join([str(JOBS / "hooks"), str(ROOT)])
     return {"PYTHONPATH": path, "FAULT_RANK": str(rank), "FAULT": code}
+
+
+def different_data(folder: Path) -> None:
+    """Make a/data and b/data in ``folder``: the sample, and it with one other label."""
+    for name in "ab":
+        shutil.copytree(ROOT / "replica" / "sample", folder / name / "data")
+    path = folder / "b" / "data" / "t10k-labels-idx1-ubyte.gz"
+    labels = bytearray(gzip.decompress(path.read_bytes()))
+    labels[-1] = (labels[-1] + 1) % 10
+    path.write_bytes(gzip.compress(labels))

@@ -13,8 +13,9 @@ def main() -> None:
     opts = options.parse(flags, options.AllreduceOptions)
     placement.settle(opts.num_gpus, opts.stall_timeout)
     dataset = data.load(opts.data_dir, opts.num_classes)
-    train.connect(opts)
-    vector, summary = train.train(opts, dataset)
+    train.connect(opts, dataset)
+    watchdog = report.Watchdog(opts.stall_timeout, "parameters.py")
+    vector, summary = train.train(opts, dataset, watchdog)
     if placement.slot().rank == 0:
         np.savez(path, vector=vector, train_loss=summary["train_loss"])
 

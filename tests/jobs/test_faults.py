@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, environment, fault, run
+from conftest import ROOT, different_data, environment, fault, run
 
 LAUNCHERS = ["mpirun -np 2", "horovodrun -np 2", "horovodrun --gloo -np 2"]
 
@@ -63,21 +63,64 @@ def test_a_frozen_rank_ends_the_job_in_the_time_set():
         **fault(1, AT_STEP_40.format("os.kill(os.getpid(), 19)")),
     )
     assert job.code != 0
-    assert job.count("a rank is frozen or out of reach") == 1
+    assert job.count("a rank is frozen, out of reach or gone") == 1
+
+
+FREEZE = "os.kill(os.getpid(), 19)"
+
+
+@pytest.mark.parametrize("when", ["data.load", "report.final"])
+def test_a_rank_frozen_before_or_after_training_ends_the_job(when):
+    patch = f"import os\nfrom replica import data, report\n{when} = lambda *_: {FREEZE}"
+    job = run("mpirun -np 2 python train.py --stall_timeout 8", **fault(1, patch))
+    assert job.code == 1
+    assert job.count("error: rank 0: nothing since ") == 1
+
+
+def test_a_rank_that_left_before_it_met_the_others_ends_the_job():
+    command = "python train.py --stall_timeout 6"
+    job = run(f"mpirun -np 1 {command} : -np 1 {command} --help")
+    assert job.code == 1
+    assert job.count("nothing since the start for 6 s (see --stall_timeout)") == 1
+
+
+def test_ranks_with_different_data_are_told_apart(tmp_path):
+    different_data(tmp_path)
+    train = f"python {ROOT / 'train.py'} --data_dir data"
+    job = run(
+        f"mpirun -np 1 -wdir {tmp_path / 'a'} {train} "
+        f": -np 1 -wdir {tmp_path / 'b'} {train}"
+    )
+    assert job.code == 1
+    assert job.count("error: ranks disagree on the data's SHA-256: ") == 1
+
+
+def test_no_update_that_changes_anything_is_an_error():
+    patch = (
+        "import sys, replica.report as report\n"
+        "def patched(main, prog, run=report.run):\n"
+        "    sys.modules['__main__'].adam = lambda *_: None\n"
+        "    run(main, prog)\n"
+        "report.run = patched"
+    )
+    job = run("mpirun -np 2 python train.py --train_steps 5", **fault("all", patch))
+    assert job.code == 1
+    assert "expected 5 steps to change the parameters, found none" in job.err
 
 
 NAN_ON_ONE_RANK = """
 import sys, replica.report as report
 def patched(main, prog, run=report.run):
     script = sys.modules["__main__"]
-    def connect(opts, connect=script.connect):
-        connect(opts)
+    def connect(opts, dataset, connect=script.connect):
+        connect(opts, dataset)
         tf, model = script.tf, script.model
         seen, gradient_and_loss = tf.Variable(0), model.gradient_and_loss
         def poisoned(*args):
             late = seen.assign_add(1) > 30
             return gradient_and_loss(*args) * tf.where(late, float("nan"), 1.0)
         model.gradient_and_loss = poisoned
+        return []
     script.connect = connect
     run(main, prog)
 report.run = patched

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, environment, fault, run
+from conftest import ROOT, different_data, environment, fault, run
 from test_train import parameters
 
 MPIRUN = "mpirun --oversubscribe -np"
@@ -158,6 +158,36 @@ def test_a_silent_worker_is_named():
     )
     assert job.code == 1
     assert job.count("nothing from ranks [2] for 4 s (--stall_timeout)") == 1
+
+
+@pytest.mark.parametrize("when", ["data.load", "report.Watchdog.beat"])
+def test_a_worker_frozen_before_or_after_it_met_the_others_ends_the_job(when):
+    patch = f"{when} = lambda *_: os.kill(os.getpid(), 19)"
+    job = run(
+        f"{MPIRUN} 3 python ps_mode.py --stall_timeout 4",
+        **fault(2, f"import os\nfrom replica import data, report\n{patch}"),
+    )
+    assert job.code == 1
+    assert job.count("error: ") == 1 or "Timeout" in job.err
+
+
+def test_a_worker_that_left_before_it_met_the_others_ends_the_job():
+    command = "python ps_mode.py --stall_timeout 4"
+    job = run(f"{MPIRUN} 2 {command} : -np 1 {command} --help")
+    assert job.code == 1
+    assert "Timeout" in job.err
+
+
+def test_workers_with_different_data_are_told_apart(tmp_path):
+    different_data(tmp_path)
+    program = f"python {ROOT / 'ps_mode.py'} --data_dir data"
+    job = run(
+        f"{MPIRUN} 2 -wdir {tmp_path / 'a'} {program} "
+        f": -np 1 -wdir {tmp_path / 'b'} {program}"
+    )
+    assert job.code == 1
+    assert job.count("error: ranks disagree on the data's SHA-256: ") == 1
+    assert "(rank 1)" in job.err
 
 
 NAN_FOR_A_WHILE = """

@@ -1,13 +1,13 @@
 import contextlib
 import gzip
+import os
 import shutil
 import struct
 
 import numpy as np
 import pytest
 
-from replica import data
-from replica.report import JobError
+from replica import JobError, data
 
 
 def pack(array: np.ndarray) -> bytes:
@@ -216,3 +216,85 @@ def test_an_unreadable_file_is_told(tmp_path):
     (tmp_path / "train-images-idx3-ubyte").unlink()
     (tmp_path / "train-images-idx3-ubyte").mkdir()
     assert "train-images-idx3-ubyte" in refusal(tmp_path)
+
+
+def encrypted(path):
+    """Sets the flag of an encrypted member, in both of its headers."""
+    content = bytearray(path.read_bytes())
+    for signature, flags in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        content[content.index(signature) + flags] |= 1
+    path.write_bytes(content)
+
+
+def unknown_method(path):
+    content = bytearray(path.read_bytes())
+    for signature, method in ((b"PK\3\4", 8), (b"PK\1\2", 10)):
+        content[content.index(signature) + method] = 99
+    path.write_bytes(content)
+
+
+def damaged_header(path):
+    content = path.read_bytes().replace(b"'shape': (", b"'shape': ((((", 1)
+    path.write_bytes(content)
+
+
+def npy(path):
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+
+
+def nothing(path):
+    path.write_bytes(b"")
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "spoil", [encrypted, unknown_method, damaged_header, npy, nothing, pipe]
+)
+def test_an_archive_that_is_none_is_one_line(tmp_path, spoil):
+    images, labels = np.zeros((60, 28, 28), np.uint8), np.zeros(60, np.uint8)
+    path = tmp_path / "mnist.npz"
+    np.savez(path, x_train=images, y_train=labels, x_test=images, y_test=labels)
+    assert data.load(str(tmp_path)).train
+    spoil(path)
+    message = refusal(tmp_path)
+    assert message.startswith(f"{path}: damaged or unreadable: ")
+    assert "\n" not in message
+
+
+def test_an_archive_beside_some_of_the_files_is_refused(tmp_path):
+    write(tmp_path)
+    (tmp_path / data.FILES[0]).unlink()
+    (tmp_path / "mnist.npz").touch()
+    message = refusal(tmp_path)
+    assert "expected mnist.npz or the four IDX files" in message
+    assert data.FILES[0] in message
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path):
+    write(tmp_path)
+    pipe(tmp_path / data.FILES[1])
+    assert "not a regular file" in refusal(tmp_path)
+
+
+def test_sizes_of_0_are_refused(tmp_path):
+    write(tmp_path)
+    header = struct.pack(">4I", 0x803, 0, *[2**32 - 1] * 2)
+    (tmp_path / data.FILES[0]).write_bytes(header)
+    assert "no size 0" in refusal(tmp_path)
+
+
+def test_the_content_of_two_data_sets_is_told_apart(tmp_path):
+    one = data.load(write(tmp_path)).sizes
+    again = data.load(write(tmp_path)).sizes
+    labels = np.zeros(60, np.uint8)
+    labels[-1] = 1
+    other = data.load(write(tmp_path, train_labels_idx1_ubyte=labels)).sizes
+    assert one == again
+    assert [k for k in one.content() if one.content()[k] != other.content()[k]] == [
+        "the data's SHA-256"
+    ]

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replica import data, fetch
-from replica.report import JobError
+from replica import JobError, data, fetch
 
 CONTENT = {
     name: gzip.decompress((data.SAMPLE / f"{name}.gz").read_bytes())

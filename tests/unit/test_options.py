@@ -2,9 +2,8 @@ import dataclasses
 
 import pytest
 
-from replica import options
+from replica import JobError, options
 from replica.options import RETIRED, AllreduceOptions
-from replica.report import JobError
 
 
 def parse(*argv: str) -> AllreduceOptions:
@@ -68,7 +67,11 @@ def test_retired_flags_say_what_to_write_instead(name, form):
         ("hidden_units", "many", "whole number"),
         ("learning_rate", "nan", "above 0"),
         ("learning_rate", "0", "above 0"),
-        ("learning_rate", "inf", "above 0"),
+        ("learning_rate", "inf", "to 3.4"),
+        ("learning_rate", "1e300", "to 3.4"),
+        ("learning_rate", "1e-300", "from 1.1"),
+        ("clip_norm", "1e300", "to 3.4"),
+        ("stall_timeout", "9" * 20, "to 2147483647"),
         ("target_accuracy", "1.1", "at most 1"),
         ("clip_norm", "-1", "at least 0"),
         ("num_classes", "1", "from 2 to 256"),
@@ -140,3 +143,26 @@ def test_disagreement_names_option_values_and_ranks():
     assert options.disagreement(asked) == (
         "ranks disagree on hidden_units: 100 (rank 0), 64 (rank 2)"
     )
+
+
+def test_a_scaled_rate_fits_float32():
+    opts = options.parse(
+        ["--learning_rate", "1e38", "--lr_scaling", "linear"], AllreduceOptions
+    )
+    assert opts.scaled_learning_rate(3) == 3e38
+    with pytest.raises(JobError, match=r"at most 3\.4.*found 4e"):
+        opts.scaled_learning_rate(4)
+
+
+def test_a_switch_is_true_or_false():
+    message = refusal("--download_only=maybe")
+    assert message == "--download_only: expected true or false, found 'maybe'"
+    assert "found 'maybe'" in refusal("--no-sync_replicas=maybe")
+
+
+def test_ranks_that_differ_are_named():
+    ranks = [{"a": 1}, {"a": 2}, {"a": 2}, {"a": 3}]
+    assert options.disagreement(ranks) == "ranks disagree on a: 1 (rank 0), 2 (rank 1)"
+    found = options.disagreement(ranks, first=1)
+    assert found == "ranks disagree on a: 2 (rank 1), 3 (rank 3)"
+    assert options.disagreement(ranks[1:3]) is None

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from replica import placement
+from replica import JobError, placement
 from replica.placement import Slot
 
 
@@ -198,3 +198,32 @@ def test_hardware_threads_of_a_core_stay_together(monkeypatch, tmp_path):
 def test_the_machines_own_cores_are_ordered():
     cores = os.sched_getaffinity(0)
     assert set(placement.neighbours_first(cores)) == cores
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TF_NUM_INTRAOP_THREADS", "abc"),
+        ("TF_NUM_INTEROP_THREADS", "-1"),
+        ("OMP_NUM_THREADS", "1,"),
+        ("HOROVOD_CYCLE_TIME", "1e"),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", ""),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "60s"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_refused(affinity, name, value):
+    with pytest.raises(JobError) as refused:
+        settle(launched(0, 2, **{name: value}))
+    assert refused.value.code == 2
+    assert str(refused.value) == f"{name}: expected a number, found {value!r}"
+
+
+def test_numbers_of_the_user_are_accepted(affinity):
+    lines = settle(launched(0, 2, OMP_NUM_THREADS="4,2", HOROVOD_CYCLE_TIME="0.5"))
+    assert "Horovod cycle: 0.5 (as set by HOROVOD_CYCLE_TIME) ms" in lines[1]
+
+
+def test_ranks_without_their_gpu_are_named():
+    assert placement.missing_gpus([False, False]) == []
+    (line,) = placement.missing_gpus([False, True, False, True])
+    assert line == "device: TensorFlow finds no GPU on ranks [1, 3]: CPU"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from replica import report
-from replica.report import Evaluation, JobError
+from replica import JobError, report
+from replica.report import Evaluation
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,7 +105,7 @@ def test_a_final_line_that_cannot_be_written_goes_to_stderr(redirection, why):
     assert done.returncode == 1
     line, error = done.stderr.splitlines()
     assert json.loads(line) == {"steps": 3}
-    assert "p: error: stdout: cannot write the final line" in error
+    assert "p: error: stdout: cannot write to it" in error
     assert why in error
 
 
@@ -116,6 +116,28 @@ def test_a_closed_stderr_stops_nothing():
         program, shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=30
     )
     assert (done.returncode, json.loads(done.stdout)) == (0, {"steps": 3})
+
+
+@pytest.mark.parametrize(
+    ("main", "code"),
+    [
+        ("report.final({'steps': 3})", 0),
+        ("(report.say('a'), report.final({'steps': 3}))", 0),
+        ("report._tell('a', False), 1 / 0", 1),
+    ],
+)
+def test_a_full_stderr_costs_neither_the_final_line_nor_the_code(main, code):
+    program = f"from replica import report; report.run(lambda: ({main}), 'p')"
+    done = subprocess.run(
+        f'{sys.executable} -c "{program}" 2>/dev/full',
+        shell=True,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == code
+    assert code or json.loads(done.stdout) == {"steps": 3}
 
 
 def test_too_little_memory_is_one_line():
@@ -146,14 +168,23 @@ def test_the_watchdog_ends_a_process_that_does_nothing_more():
     )
     done = process(code)
     assert done.returncode == 1
-    assert "rank 0: nothing since step 7 for 1 s (--stall_timeout)" in done.stderr
+    assert "rank 0: nothing since step 7 for 1 s (see --stall_timeout)" in done.stderr
+
+
+def test_the_watchdog_sees_a_block_that_holds_all_threads():
+    code = (
+        "import ctypes\nwatchdog = report.Watchdog(1, 'p')\n"
+        "with watchdog.without_threads():\n    ctypes.PyDLL(None).sleep(20)"
+    )
+    done = process(code)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
 
 
 @pytest.mark.parametrize(
     "code",
     [
         "w = report.Watchdog(1, 'p')\nfor _ in range(8): time.sleep(0.2); w.beat('a')",
-        "report.Watchdog(1, 'p').stop()\ntime.sleep(1.5)",
         "report.Watchdog(0, 'p')\ntime.sleep(1.5)",
     ],
 )
