@@ -4,15 +4,16 @@ import train
 from replica import report
 
 
-def connect(opts, connect=train.connect):
+def connect(opts, dataset, connect=train.connect):
     """Meet the other ranks, then average nothing with them."""
-    connect(opts)
+    lines = connect(opts, dataset)
     allreduce = train.hvd.allreduce
 
     def nothing(tensor, name=None, **how):
         return tensor if name == "gradient" else allreduce(tensor, name=name, **how)
 
     train.hvd.allreduce = nothing
+    return lines
 
 
 train.connect = connect

@@ -99,7 +99,7 @@ def test_no_update_that_changes_anything_is_an_error():
     patch = (
         "import sys, replica.report as report\n"
         "def patched(main, prog, run=report.run):\n"
-        "    sys.modules['__main__'].adam = lambda *_: None\n"
+        "    sys.modules['__main__'].fingerprint = lambda *_: bytes(32)\n"
         "    run(main, prog)\n"
         "report.run = patched"
     )

@@ -206,8 +206,8 @@ NO_BROADCAST = """
 import sys, replica.report as report
 def patched(main, prog, run=report.run):
     script = sys.modules["__main__"]
-    def connect(opts, connect=script.connect):
-        connect(opts)
+    def connect(opts, dataset, connect=script.connect):
+        lines = connect(opts, dataset)
         script.hvd.broadcast = lambda tensor, root_rank, **more: tensor.read_value()
     script.connect = connect
     run(main, prog)
