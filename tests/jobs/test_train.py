@@ -209,6 +209,7 @@ def patched(main, prog, run=report.run):
     def connect(opts, dataset, connect=script.connect):
         lines = connect(opts, dataset)
         script.hvd.broadcast = lambda tensor, root_rank, **more: tensor.read_value()
+        return lines
     script.connect = connect
     run(main, prog)
 report.run = patched
