@@ -165,15 +165,14 @@ def connect(opts, dataset: data.Dataset | None, watchdog: report.Watchdog):
             from replica import model
     comm = MPI.COMM_WORLD
     wait(comm.Ibarrier().Test)  # asleep, which allgather is not
-    # all ranks: a rank with other options would train something else, or hang
-    if found := options.disagreement(comm.allgather(opts.identity())):
+    # all ranks: a rank with other options or data would train something else, or hang
+    mine, sizes, missing = opts.identity(), None, False
+    if dataset:
+        sizes, missing = dataset.sizes, model.gpu_is_missing()
+        mine |= sizes.content()
+    everyone, sizes, missing = zip(*comm.allgather((mine, sizes, missing)), strict=True)
+    if found := options.disagreement(everyone):
         raise JobError(found)
-    # all ranks: so would a worker with other data; a server has none
-    sizes = comm.allgather(dataset and dataset.sizes)
-    contents = [theirs.content() for theirs in sizes[opts.num_ps :]]
-    if found := options.disagreement([{}] * opts.num_ps + contents, opts.num_ps):
-        raise JobError(found)
-    missing = comm.allgather(bool(dataset) and model.gpu_is_missing())
     watchdog.beat("all ranks met")
     return comm, sizes[-1], placement.missing_gpus(missing)
 

@@ -7,7 +7,7 @@ Every flag may be written with hyphens too.
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import ClassVar, TypeVar
 
@@ -480,14 +480,16 @@ def parse(argv: list[str] | None, kind: type[Kind]) -> Kind:
     return options
 
 
-def disagreement(all_ranks: list[dict], first: int = 0) -> str | None:
-    """Where what some rank tells differs from what rank ``first`` tells, or None."""
-    for rank, theirs in enumerate(all_ranks[first:], first):
-        for name, ours in all_ranks[first].items():
-            if theirs.get(name) != ours:
+def disagreement(all_ranks: Sequence[dict]) -> str | None:
+    """Where a rank tells other than the first rank that tells of it, or None."""
+    told: dict[str, tuple[int, object]] = {}
+    for rank, theirs in enumerate(all_ranks):
+        for name, value in theirs.items():
+            first, ours = told.setdefault(name, (rank, value))
+            if value != ours:
                 return (
                     f"ranks disagree on {name}: {ours} (rank {first}), "
-                    f"{theirs.get(name)} (rank {rank})"
+                    f"{value} (rank {rank})"
                 )
     return None
 

@@ -93,7 +93,7 @@ def choose_gpu(gpus: list[str], local_rank: int, num_gpus: int) -> str | None:
     return usable[local_rank % len(usable)] if usable else None
 
 
-def missing_gpus(missing: list[bool]) -> list[str]:
+def missing_gpus(missing: Iterable[bool]) -> list[str]:
     """Lines about the ranks, by number, whose GPU TensorFlow cannot use."""
     ranks = [rank for rank, is_missing in enumerate(missing) if is_missing]
     return [f"device: TensorFlow finds no GPU on ranks {ranks}: CPU"] if ranks else []

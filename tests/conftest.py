@@ -25,6 +25,9 @@ def pytest_report_header() -> list[str]:
     return [f"full MNIST: {MNIST if MNIST.exists() else 'not here, its tests skip'}"]
 
 
+FREEZE = "os.kill(os.getpid(), 19)"  # code for fault(): SIGSTOP
+
+
 @pytest.fixture(scope="session")
 def full_mnist() -> str:
     if not MNIST.exists():

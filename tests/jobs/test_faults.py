@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, different_data, environment, fault, run
+from conftest import FREEZE, ROOT, different_data, environment, fault, run
 
 LAUNCHERS = ["mpirun -np 2", "horovodrun -np 2", "horovodrun --gloo -np 2"]
 
@@ -60,13 +60,10 @@ def test_a_rank_that_is_stuck_ends_the_job_in_the_time_set():
 def test_a_frozen_rank_ends_the_job_in_the_time_set():
     job = run(
         "mpirun -np 2 python train.py --train_steps 100000 --stall_timeout 6",
-        **fault(1, AT_STEP_40.format("os.kill(os.getpid(), 19)")),
+        **fault(1, AT_STEP_40.format(FREEZE)),
     )
     assert job.code != 0
     assert job.count("a rank is frozen, out of reach or gone") == 1
-
-
-FREEZE = "os.kill(os.getpid(), 19)"
 
 
 @pytest.mark.parametrize("when", ["data.load", "report.final"])

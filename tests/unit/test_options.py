@@ -161,8 +161,10 @@ def test_a_switch_is_true_or_false():
 
 
 def test_ranks_that_differ_are_named():
-    ranks = [{"a": 1}, {"a": 2}, {"a": 2}, {"a": 3}]
-    assert options.disagreement(ranks) == "ranks disagree on a: 1 (rank 0), 2 (rank 1)"
-    found = options.disagreement(ranks, first=1)
-    assert found == "ranks disagree on a: 2 (rank 1), 3 (rank 3)"
-    assert options.disagreement(ranks[1:3]) is None
+    ranks = [{"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}]
+    found = options.disagreement(ranks)
+    assert found == "ranks disagree on b: 2 (rank 1), 3 (rank 3)"
+    assert options.disagreement([{"a": 4}, *ranks]) == (
+        "ranks disagree on a: 4 (rank 0), 1 (rank 1)"
+    )
+    assert options.disagreement(ranks[:3]) is None

@@ -161,24 +161,24 @@ def test_sys_exit_keeps_its_code(leave, code):
     assert done.returncode == code
 
 
-def test_the_watchdog_ends_a_process_that_does_nothing_more():
-    code = (
-        "import time\nwatchdog = report.Watchdog(1, 'p')\nwatchdog.beat('step 7')\n"
-        "time.sleep(20)"
-    )
-    done = process(code)
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "watchdog.beat('step 7')\ntime.sleep(20)",
+            "rank 0: nothing since step 7 for 1 s (see --stall_timeout)",
+        ),
+        # a call that keeps all of Python's threads from running
+        (
+            "with watchdog.without_threads():\n    ctypes.PyDLL(None).sleep(20)",
+            "Timeout",
+        ),
+    ],
+)
+def test_the_watchdog_ends_a_process_that_does_nothing_more(code, message):
+    done = process(f"import ctypes, time\nwatchdog = report.Watchdog(1, 'p')\n{code}")
     assert done.returncode == 1
-    assert "rank 0: nothing since step 7 for 1 s (see --stall_timeout)" in done.stderr
-
-
-def test_the_watchdog_sees_a_block_that_holds_all_threads():
-    code = (
-        "import ctypes\nwatchdog = report.Watchdog(1, 'p')\n"
-        "with watchdog.without_threads():\n    ctypes.PyDLL(None).sleep(20)"
-    )
-    done = process(code)
-    assert done.returncode == 1
-    assert "Timeout" in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize(
