@@ -60,7 +60,9 @@ def main(argv: list[str] | None = None) -> None:
         report.say(line)
     _, summary = train(opts, dataset, watchdog)
     report.final(summary)
-    # all ranks: leave together, as long as the watchdog looks on
+    # all ranks: leave together, as long as the watchdog looks on; the shutdown alone
+    # would take a rank with it that has not come here
+    hvd.join()
     hvd.shutdown()
 
 

@@ -68,7 +68,15 @@ def test_a_frozen_rank_ends_the_job_in_the_time_set():
 
 @pytest.mark.parametrize("when", ["data.load", "report.final"])
 def test_a_rank_frozen_before_or_after_training_ends_the_job(when):
-    patch = f"import os\nfrom replica import data, report\n{when} = lambda *_: {FREEZE}"
+    # two seconds later than the other rank, which must not leave without it
+    patch = f"""
+import os, time
+from replica import data, report
+def late(*_):
+    time.sleep(2)
+    {FREEZE}
+{when} = late
+"""
     job = run("mpirun -np 2 python train.py --stall_timeout 8", **fault(1, patch))
     assert job.code == 1
     assert job.count("error: rank 0: nothing since ") == 1
