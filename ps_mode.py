@@ -89,6 +89,7 @@ class Link:
         self.comm, self.peer, (self.out_tag, self.in_tag) = comm, peer, tags
         self.out, self.into = Message(size, dtype), Message(size, dtype)
         self.sending = self.receiving = MPI.REQUEST_NULL
+        self.moved = 0  # bytes, both ways
 
     def post(self) -> None:
         """Be ready to receive, before the other side sends."""
@@ -101,6 +102,7 @@ class Link:
             self.out.header[name] = value
         self.out.vector[:] = vector
         self.sending = self.comm.Isend(self.out.buffer, self.peer, self.out_tag)
+        self.moved += self.out.buffer.nbytes
 
     def arrived(self) -> bool:
         """Whether a whole message is here."""
@@ -113,6 +115,7 @@ class Link:
                 f"message from rank {self.peer}: expected "
                 f"{self.into.buffer.nbytes} bytes, found {found}"
             )
+        self.moved += found
         return True
 
 
@@ -145,7 +148,9 @@ def main(argv: list[str] | None = None) -> None:
     # all ranks: what each has measured
     results = comm.gather(result)
     if here.rank == 0:
-        report.final(results[0] | {"per_worker": results[servers:]})
+        workers = results[servers:]
+        moved = sum(worker["bytes"] for worker in workers)
+        report.final(results[0] | {"bytes_moved": moved, "per_worker": workers})
     # all ranks: leave together, as long as the watchdog looks on
     wait(comm.Ibarrier().Test)
 
@@ -482,7 +487,7 @@ class Lead:
 
 
 def work(opts, comm, layout: params.Layout, dataset: data.Dataset, watchdog) -> dict:
-    """Train until told to stop; returns where the time went, in seconds."""
+    """Train until told to stop; returns where the time went, in seconds, and bytes."""
     parts = slices(layout.size, opts.num_ps)
     tags = Tag.GRADIENT, Tag.PARAMETERS
     links = [
@@ -538,7 +543,8 @@ def work(opts, comm, layout: params.Layout, dataset: data.Dataset, watchdog) -> 
             )
         lap("exchange")
         spent["gradients"] += 1
-    return {key: round(value, 3) for key, value in spent.items()}
+    moved = sum(link.moved for link in links)
+    return {key: round(value, 3) for key, value in spent.items()} | {"bytes": moved}
 
 
 def build_gradient(opts, layout: params.Layout, samples: data.Split):

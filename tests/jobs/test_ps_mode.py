@@ -79,6 +79,13 @@ def test_the_sums_add_up(ranks, flags):
         len(final["per_worker"]) == final["workers"] == len(final["updates_per_worker"])
     )
     assert sum(w["gradients"] for w in final["per_worker"]) == final["sent"]
+    assert final["bytes_moved"] == sum(w["bytes"] for w in final["per_worker"])
+    # One message each way for a gradient; to a worker, also to evaluate twice and stop.
+    width = 2 if "fp16" in flags else 4
+    servers = final["ranks"] - final["workers"]
+    message = 32 * servers + 79510 * width
+    messages = 2 * final["sent"] + final["workers"] + 2
+    assert final["bytes_moved"] == message * messages
     assert final["validation_accuracy"] > 0.8
     assert job.count("step 150: ") == 1
 
