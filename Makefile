@@ -13,7 +13,7 @@ setup: ## make the virtual environment (a second call does nothing)
 	@VENV="$(VENV)" ./install.sh
 
 train: setup ## four synchronous replicas on MNIST: make train NP=2 ARGS="--train_steps 500"
-	$(IN_VENV) TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-3} horovodrun -np $(NP) python train.py $(ARGS)
+	$(IN_VENV) horovodrun --mpi-args="--mca orte_tag_output 0" -np $(NP) python train.py $(ARGS)
 
 ps: setup ## a parameter server and three workers: make ps NP=3 ARGS="--sync_replicas"
 	$(IN_VENV) mpirun --hostfile hostfile.example -np $(NP) python ps_mode.py $(ARGS)

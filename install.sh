@@ -7,13 +7,16 @@
 #
 #   ./install.sh            set up, or mend, or do nothing when all is well
 #   VENV=/opt/venv PYTHON=python3.12 ./install.sh
+#   GPU=1 ./install.sh      TensorFlow with CUDA, Horovod with NCCL: needs both toolkits
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here"
 name=${VENV:-.venv}
 venv=$(realpath -m -- "$name")
-needed_mb=4000 # TensorFlow 1.9 GB, the rest 0.4 GB, the build and pip's cache
+gpu=${GPU:-0}
+needed_mb=$((gpu ? 9000 : 3000)) # what remains, the build and pip's cache
+requirements=(requirements*.txt) # an image leaves those of the tests out
 
 say() { printf 'install: %s\n' "$*"; }
 fail() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
@@ -53,7 +56,7 @@ check_machine() {
 
 # What the environment was made from: any change of it makes a new one.
 recipe() {
-    { cat install.sh requirements.txt requirements-dev.txt; echo "$venv"; } | sha256sum | cut -d' ' -f1
+    { cat install.sh "${requirements[@]}"; echo "$venv $gpu"; } | sha256sum | cut -d' ' -f1
 }
 
 # Every file of every package is there with its size: a second or less.
@@ -84,6 +87,13 @@ make_venv() {
     : >"$venv/.made-by-install.sh"
 }
 
+# All but Horovod; with GPU=1 the TensorFlow that brings CUDA's libraries.
+without_horovod() {
+    cat "${requirements[@]}" | sed -E '/^horovod/d' | if [ "$gpu" = 0 ]; then cat; else
+        sed -E '/^tensorflow==/d; s/^tensorflow-cpu(==[^;]+).*/tensorflow[and-cuda]\1/'
+    fi
+}
+
 # Runs a command with its output in the log; shows a line of progress now and then.
 run() {
     local what=$1 begin=$SECONDS shown=$SECONDS done_percent
@@ -112,7 +122,9 @@ check_build() {
     local build
     build=$(TF_CPP_MIN_LOG_LEVEL=3 horovodrun --check-build 2>>"$log") \
         || fail "horovodrun --check-build failed; see $log"
-    for part in TensorFlow MPI Gloo; do
+    local parts=(TensorFlow MPI Gloo)
+    [ "$gpu" = 0 ] || parts+=(NCCL)
+    for part in "${parts[@]}"; do
         grep -qF "[X] $part" <<<"$build" \
             || fail "Horovod was built without $part: see $log"
     done
@@ -120,6 +132,7 @@ check_build() {
         >>"$log" 2>&1 || fail "hvd.init() failed on two ranks; see $log"
 }
 
+case $gpu in 0 | 1) ;; *) fail "GPU: expected 0 or 1, found $gpu" ;; esac
 exec 9>"$venv.lock" # two at once: the second waits, then finds all done
 command -v flock >/dev/null && flock 9
 if intact; then
@@ -138,19 +151,22 @@ say "$name with $("$python" --version), about 3 to 7 minutes"
 make_venv "$python"
 # mpirun refuses root, as in a container, unless these are set (horovodrun sets them),
 # and looks for ssh even to start processes here only, unless it is told of none.
+# horovodrun loads TensorFlow to look at it, which would tell of the CPU.
 cat >>"$venv/bin/activate" <<'ACTIVATE'
 if [ "$(id -u)" = 0 ]; then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 command -v ssh >/dev/null || export OMPI_MCA_plm_rsh_agent=
+export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 ACTIVATE
 # shellcheck disable=SC1091
 . "$venv/bin/activate"
 unset PYTHONPATH PYTHONHOME
 
 run "pip, TensorFlow, Open MPI and mpi4py" \
-    pip install -v --no-warn-script-location -r <(grep -v '^horovod' requirements.txt) \
-    -r requirements-dev.txt 'setuptools<81' wheel packaging 'cmake==3.27.*'
+    pip install -v --no-warn-script-location -r <(without_horovod) \
+    'setuptools<81' wheel packaging 'cmake==3.27.*'
+[ "$gpu" = 0 ] || export HOROVOD_GPU_OPERATIONS=NCCL
 run "Horovod, from source" env HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_MPI=1 \
     HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
     pip install -v --no-build-isolation --no-cache-dir "$(grep '^horovod' requirements.txt)"

@@ -6,6 +6,7 @@ Every flag may be written with hyphens too.
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -96,7 +97,8 @@ class Options:
         "data",
         None,
         "folder with the four IDX files (plain or .gz) or mnist.npz; if it holds none, "
-        "the full MNIST is fetched into it (default: the sample in the repository)",
+        "the full MNIST is fetched into it (default: $REPLICA_DATA_DIR, or else the "
+        "sample in the repository)",
         type=_folder,
         metavar="DIR",
     )
@@ -475,6 +477,8 @@ def parse(argv: list[str] | None, kind: type[Kind]) -> Kind:
         SystemExit: ``--help`` was asked for.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if folder := os.environ.get("REPLICA_DATA_DIR"):
+        argv = [f"--data_dir={folder}", *argv]
     options = kind(**vars(_parser(kind).parse_args(_respelled(argv, kind))))
     options.check()
     return options

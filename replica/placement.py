@@ -23,6 +23,9 @@ LAUNCHERS = (
 )
 
 
+SEGMENT = 4 << 20  # bytes of shared memory that Open MPI takes for a rank
+
+
 @dataclass(frozen=True)
 class Slot:
     """A process's place in the job and on its host."""
@@ -96,7 +99,27 @@ def choose_gpu(gpus: list[str], local_rank: int, num_gpus: int) -> str | None:
 def missing_gpus(missing: Iterable[bool]) -> list[str]:
     """Lines about the ranks, by number, whose GPU TensorFlow cannot use."""
     ranks = [rank for rank, is_missing in enumerate(missing) if is_missing]
-    return [f"device: TensorFlow finds no GPU on ranks {ranks}: CPU"] if ranks else []
+    if not ranks:
+        return []
+    return [f"device: TensorFlow finds no GPU on ranks {ranks}: CPU (GPU=1 in README)"]
+
+
+def check_shared_memory(here: Slot, environ: MutableMapping[str, str]) -> None:
+    """Refuse to start where Open MPI's segments do not fit into shared memory.
+
+    It would end in a bus error, and that only when messages come to fill them.
+    """
+    folder = environ.get("OMPI_MCA_btl_vader_backing_directory", "/dev/shm")
+    if "OMPI_COMM_WORLD_RANK" not in environ or not os.path.isdir(folder):
+        return
+    state = os.statvfs(folder)
+    found, needed = state.f_bavail * state.f_frsize, here.local_size * SEGMENT
+    if here.local_size > 1 and found < needed:
+        raise JobError(
+            f"{folder}: expected {needed >> 20} MB of shared memory for "
+            f"{here.local_size} ranks on this host, found {found >> 20} "
+            f"(docker run --shm-size={max(64, 2 * needed >> 20)}m)"
+        )
 
 
 def servers_here(here: Slot, servers: int) -> int:
@@ -124,9 +147,11 @@ def settle(
             and a core only if there are enough for all.
 
     Raises:
-        JobError: a variable that the user has set is no number (exit code 2).
+        JobError: a variable that the user has set is no number (exit code 2), or
+            there is too little shared memory.
     """
     here = slot(environ)
+    check_shared_memory(here, environ)
     serving = servers_here(here, servers)
     trainers, number = here.local_size - serving, here.local_rank - serving
 

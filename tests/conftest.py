@@ -69,6 +69,7 @@ def environment(**extra: str) -> dict[str, str]:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if shutil.which("ssh") is None:
         env["OMPI_MCA_plm_rsh_agent"] = ""
+    env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return env | extra
 
 

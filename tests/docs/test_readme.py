@@ -1,11 +1,13 @@
 """The README says what the programs do, and what it tells one to type works."""
 
 import functools
+import json
 import re
 import shlex
+import subprocess
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, environment, run
 
 from replica.fetch import MIRRORS
 
@@ -79,6 +81,25 @@ def test_the_first_commands_are_the_two_that_do_everything():
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = set(re.findall(r"`make ([a-z]+)", README)) | {"train", "test"}
     assert named <= set(targets)
+
+
+def test_make_train_writes_our_lines_and_no_others():
+    target = (ROOT / "Makefile").read_text().partition("\ntrain:")[2]
+    command = re.search(r"horovodrun.*", target)[0]
+    command = command.replace("$(NP)", "2").replace("$(ARGS)", "--train_steps 20")
+    job = subprocess.run(
+        shlex.split(command),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert job.returncode == 0, job.stderr
+    ours = "cores|MPI yields|stalled job|device|data|model|replicas|learning rate"
+    ours = re.compile(f"({ours}|options|step 20)\\b")
+    assert [line for line in job.stderr.splitlines() if not ours.match(line)] == []
+    assert json.loads(job.stdout)["ranks"] == 2
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if ".py" in c])

@@ -33,6 +33,12 @@ def test_hyphens_and_underscores_mean_the_same():
     assert underscored.hidden_units == 7
 
 
+def test_the_environment_may_name_the_data_and_a_flag_is_stronger(monkeypatch):
+    monkeypatch.setenv("REPLICA_DATA_DIR", "/data")
+    assert parse().data_dir == "/data"
+    assert parse("--data_dir", "here").data_dir == "here"
+
+
 def test_values_keep_their_hyphens_and_underscores():
     assert parse("--data-dir=a-b_c").data_dir == "a-b_c"
     assert parse("--data_dir", "a-b_c").data_dir == "a-b_c"

@@ -1,4 +1,5 @@
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -226,4 +227,19 @@ def test_numbers_of_the_user_are_accepted(affinity):
 def test_ranks_without_their_gpu_are_named():
     assert placement.missing_gpus([False, False]) == []
     (line,) = placement.missing_gpus([False, True, False, True])
-    assert line == "device: TensorFlow finds no GPU on ranks [1, 3]: CPU"
+    expected = "device: TensorFlow finds no GPU on ranks [1, 3]: CPU"
+    assert line == f"{expected} (GPU=1 in README)"
+
+
+def test_too_little_shared_memory_is_refused_before_mpi_starts(affinity, monkeypatch):
+    mb = 1 << 20
+    state = SimpleNamespace(f_bavail=15 * mb, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda folder: state)
+    settle(launched(0, 3))
+    settle(dict(zip(placement.LAUNCHERS[1], "0404", strict=True)))  # Gloo needs none
+    with pytest.raises(JobError) as refused:
+        settle(launched(0, 4))
+    assert str(refused.value) == (
+        "/dev/shm: expected 16 MB of shared memory for 4 ranks on this host, found 15 "
+        "(docker run --shm-size=64m)"
+    )
