@@ -61,13 +61,18 @@ def mnist(
         silence: seconds after which a mirror that sends nothing is given up.
 
     Raises:
-        JobError: no mirror gave a file, or the folder cannot be written.
+        JobError: no mirror gave a file, or the folder cannot be read or written.
     """
     if data_dir is None:
         return
     folder = Path(data_dir)
-    if _complete(folder):
-        return
+    try:
+        if _complete(folder):
+            return
+    except OSError as error:
+        raise JobError(
+            f"{folder}: user {os.getuid()} cannot look into it: {error.strerror}"
+        ) from error
     if folder.exists() and not folder.is_dir():
         raise JobError(f"--data_dir: expected a folder, found the file {folder}")
     if not leader:

@@ -188,6 +188,20 @@ def test_a_file_in_the_folders_place_is_told(tmp_path):
             fetch.mnist(str(tmp_path / "mnist"), ["http://127.0.0.1:9"], leader)
 
 
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), None])
+def test_a_folder_that_cannot_be_read_is_told(monkeypatch, tmp_path, error):
+    folder = tmp_path / ("x" * 300 if error is None else "mine")  # or too long a name
+    if error:  # root, as whom tests may run, reads all
+
+        def stat(*_, **__):
+            raise error
+
+        monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(JobError, match=r"^/.*: user \d+ cannot look into it: ") as told:
+        fetch.mnist(str(folder), [], leader=True)
+    assert (error.strerror if error else "File name too long") in str(told.value)
+
+
 def test_a_folder_that_cannot_be_written_is_told(server, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(JobError, match="cannot store"):
