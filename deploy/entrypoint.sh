@@ -2,9 +2,10 @@
 # What the image runs: docker run replica [FLAG... | COMMAND...]
 #
 # Flags alone are those of the main job, four replicas of train.py or as many as $NP.
-# A folder mounted at /data holds the data of any job.
+# A folder mounted at /data holds the data of any job. mpirun hands `docker stop` on to
+# the replicas; horovodrun leaves a shell in between, which does not.
 [ ! -e /data ] || export REPLICA_DATA_DIR=/data
 case "${1:-}" in
-"" | -*) set -- horovodrun --mpi-args="--mca orte_tag_output 0" -np "${NP:-4}" python train.py "$@" ;;
+"" | -*) set -- mpirun -np "${NP:-4}" python train.py "$@" ;;
 esac
 exec "$@"

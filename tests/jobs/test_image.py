@@ -70,6 +70,8 @@ def test_the_entry_point_runs_the_main_job_in_a_plain_folder_not_in_a_container(
     assert (job.code, job.count("unrecognized arguments: --nonsense")) == (2, 1)
     job = run(command, "python", "ps_mode.py", cwd=app, **variables)
     assert (job.code, job.count("expected at least 2 ranks")) == (2, 1)
+    stopped = run("timeout 12", command, "--train_steps=999999", cwd=app, **variables)
+    assert (stopped.code, stopped.seconds < 20) == (124, True)
     variables["REPLICA_DATA_DIR"] = str(tmp_path)  # as a folder mounted at /data
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"no images")
     job = run(command, "--train_steps", "20", cwd=app, **variables)
