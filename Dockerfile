@@ -17,6 +17,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
 COPY install.sh requirements.txt ./
+COPY replica/optimizer.cpp replica/
 ARG GPU=0
 # Ends the build where Horovod lacks TensorFlow or MPI, or two ranks do not start.
 RUN GPU=${GPU} VENV=/opt/venv ./install.sh \

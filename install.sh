@@ -133,9 +133,19 @@ check_build() {
 }
 
 case $gpu in 0 | 1) ;; *) fail "GPU: expected 0 or 1, found $gpu" ;; esac
+# The parameter server's updates: a second, so not part of the recipe.
+compile_optimizer() {
+    local source=replica/optimizer.cpp library=$venv/lib/replica_optimizer.so
+    [ "$library" -nt "$source" ] && return
+    "${CXX:-g++}" -O3 -fno-math-errno -fno-trapping-math -ffp-contract=off -shared -fPIC \
+        -o "$library.new" "$source" || fail "${CXX:-g++} could not compile $source"
+    mv "$library.new" "$library"
+}
+
 exec 9>"$venv.lock" # two at once: the second waits, then finds all done
 command -v flock >/dev/null && flock 9
 if intact; then
+    compile_optimizer
     say "$name is complete"
     exit 0
 fi
@@ -171,5 +181,6 @@ run "Horovod, from source" env HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_MPI=1 \
     HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
     pip install -v --no-build-isolation --no-cache-dir "$(grep '^horovod' requirements.txt)"
 check_build
+compile_optimizer
 recipe >"$venv/.installed"
 say "done: . $name/bin/activate"

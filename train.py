@@ -4,7 +4,7 @@
     horovodrun -np 4 python train.py     # four replicas
 
 Each replica holds all parameters in one flat vector and computes the gradient of its
-own batch; one allreduce averages the gradients; each replica then makes the same Adam
+own batch; one allreduce averages the gradients; each replica then makes the same
 update to the same parameters. Lines that exist only because there is more than one
 process are marked `# all ranks:` or `# rank 0:`.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from replica import JobError, data, fetch, options, params, placement, report
+from replica import JobError, data, fetch, optimizer, options, params, placement, report
 
 # Imported by connect(), once the flags are read and the cores are chosen.
 hvd = tf = model = None
@@ -24,30 +24,29 @@ hvd = tf = model = None
 # CALL_SECONDS, so that large networks too are reported and stopped in time.
 MOST_STEPS, CALL_SECONDS = 50, 0.5
 EVALUATION_BATCH = 2500  # samples, so that a large set needs no large memory
-BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8  # Adam's defaults in TensorFlow 1
 
 
 @dataclass(frozen=True)
 class State:
-    """Parameters and Adam's two moments: float32 variables [size]."""
+    """Parameters and the optimizer's slots, by name: float32 variables [size]."""
 
     vector: "tf.Variable"
-    mean: "tf.Variable"
-    variance: "tf.Variable"
+    slots: dict[str, "tf.Variable"]
 
     def variables(self) -> list["tf.Variable"]:
-        """The three, in one order."""
-        return [self.vector, self.mean, self.variance]
+        """All of them, in one order."""
+        return [self.vector, *self.slots.values()]
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train as ``argv`` (default: the command line) says, and report."""
     opts = options.parse(argv, options.AllreduceOptions)
+    here = placement.slot()
+    opts.check_straggler(range(here.size))
     # all ranks: cores, threads and GPU by local rank, before anything else starts
     placed = placement.settle(opts.num_gpus, opts.stall_timeout)
     # all ranks: the first rank of each host fetches, the others wait for the files
-    leader = placement.slot().local_rank == 0
-    fetch.mnist(opts.data_dir, opts.mirrors.split(","), leader)
+    fetch.mnist(opts.data_dir, opts.mirrors.split(","), here.local_rank == 0)
     if opts.download_only:
         report.say(f"data: {opts.data_dir} is complete")
         return
@@ -107,9 +106,9 @@ def train(
         report.say(line)
 
     # rank 0: draws the initial values, which the broadcast brings to the others
-    zeros = np.zeros(layout.size, np.float32)
-    first = layout.initial(opts.seed) if rank == 0 else zeros
-    state = State(tf.Variable(first), tf.Variable(zeros), tf.Variable(zeros))
+    first = layout.initial(opts.seed) if rank == 0 else np.zeros(layout.size, "f4")
+    slots = optimizer.create(opts.optimizer, layout.size, opts.momentum).slots
+    state = State(tf.Variable(first), {n: tf.Variable(v) for n, v in slots.items()})
     # all ranks: start from the parameters and the optimizer state of rank 0
     for variable in state.variables():
         variable.assign(hvd.broadcast(variable, root_rank=0))
@@ -167,6 +166,7 @@ def train(
         "steps_per_second": round(step / seconds, 1),
         "examples_per_second": round(step * batches * opts.batch_size / seconds, 1),
         "learning_rate": rate,
+        "straggler": opts.straggler and opts.straggler._asdict(),
         "train_loss": float(losses[-1]),
         "validation_loss": validation.loss,
         "validation_loss_sum": validation.loss_sum,
@@ -186,11 +186,21 @@ def build_loop(opts, layout, samples: data.Split, state: State, passes: int, rat
     """
     images, labels = tf.constant(samples.images), tf.constant(samples.labels)
     compression = getattr(hvd.Compression, opts.compression)
+    delay = opts.delay(hvd.rank())
+
+    def late(loss):
+        """``loss``, after --straggler's wait."""
+        time.sleep(delay)
+        return loss
 
     def average(total):
         """The mean of ``total`` [size + 1] over the passes, then over the replicas."""
         if passes > 1:
             total /= passes
+        if delay:
+            waited = tf.numpy_function(late, [total[-1]], tf.float32)
+            with tf.control_dependencies([waited]):
+                total = tf.identity(total)
         if hvd.size() == 1:
             return total
         # all ranks: gradient and loss in one message
@@ -217,31 +227,40 @@ def build_loop(opts, layout, samples: data.Split, state: State, passes: int, rat
             gradient, loss = total[:-1], total[-1]
             if opts.clip_norm:
                 gradient = tf.clip_by_norm(gradient, opts.clip_norm)
-            adam(state, gradient, step + i + 1, rate)
+            update(state, gradient, step + i + 1, rate, opts.momentum)
             losses = losses.write(i, loss)
         return losses.stack()
 
     return loop
 
 
-def adam(state: State, gradient, step, rate: float) -> None:
-    """Make update number ``step``, from 1 on, with ``gradient`` [size].
+def update(state: State, gradient, step, rate: float, momentum: float = 0.0) -> None:
+    """Make update number ``step``, from 1 on, with ``gradient`` [size]: a fused kernel.
 
-    Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015; one fused kernel.
+    Which one, the slots tell: Adam (Kingma and Ba, "Adam: A Method for Stochastic
+    Optimization", 2015) or gradient descent with Polyak's momentum, or without.
     """
-    step = tf.cast(step, tf.float32)
-    tf.raw_ops.ResourceApplyAdam(
-        var=state.vector.handle,
-        m=state.mean.handle,
-        v=state.variance.handle,
-        beta1_power=tf.pow(BETA1, step),
-        beta2_power=tf.pow(BETA2, step),
-        lr=rate,
-        beta1=BETA1,
-        beta2=BETA2,
-        epsilon=EPSILON,
-        grad=gradient,
-    )
+    var, *slots = [variable.handle for variable in state.variables()]
+    if "adam_mean" in state.slots:
+        step = tf.cast(step, tf.float32)
+        tf.raw_ops.ResourceApplyAdam(
+            var=var,
+            m=slots[0],
+            v=slots[1],
+            beta1_power=tf.pow(optimizer.BETA1, step),
+            beta2_power=tf.pow(optimizer.BETA2, step),
+            lr=rate,
+            beta1=optimizer.BETA1,
+            beta2=optimizer.BETA2,
+            epsilon=optimizer.EPSILON,
+            grad=gradient,
+        )
+    elif slots:
+        tf.raw_ops.ResourceApplyMomentum(
+            var=var, accum=slots[0], lr=rate, grad=gradient, momentum=momentum
+        )
+    else:
+        tf.raw_ops.ResourceApplyGradientDescent(var=var, alpha=rate, delta=gradient)
 
 
 def build_evaluation(layout, state: State):

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OURS, LIMIT, PEER = (
     "train.py",
-    "bench/no_communication.py",
+    "bench/no_allreduce.py",
     "bench/peers/horovod_loop.py",
 )
 # Program, ranks, steps: each takes a few seconds at the rate that it reaches.

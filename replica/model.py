@@ -3,11 +3,17 @@
 The only file of the package that imports TensorFlow.
 """
 
+import math
 import os
+from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 
+from replica.data import Split
 from replica.params import Layout
+
+EVALUATION_BATCH = 2500  # samples, so that a large set needs no large memory
 
 
 def gpu_is_missing() -> bool:
@@ -57,6 +63,76 @@ def gradient_and_loss(
         loss = tf.reduce_mean(losses(logits(parameters, images), labels))
     gradient = tape.gradient(loss, parameters)
     return tf.concat([tf.reshape(piece, [-1]) for piece in (*gradient, loss)], axis=0)
+
+
+def build_gradient(
+    layout: Layout, samples: Split, batch: int, passes: int = 1, dtype: str = "f4"
+) -> Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, float]]:
+    """A function (vector [size], indices) -> gradient [size], loss.
+
+    The loss is NaN if the gradient is not finite.
+
+    Args:
+        layout: of the vector.
+        samples: what ``indices``, int32 [passes, batch], choose from.
+        batch: samples of one pass.
+        passes: batches that are averaged.
+        dtype: of the gradient.
+    """
+    images, labels = tf.constant(samples.images), tf.constant(samples.labels)
+
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec([layout.size], tf.float32),
+            tf.TensorSpec([passes, batch], tf.int32),
+        ]
+    )
+    def compute(vector, indices):
+        x, y = tf.gather(images, indices), tf.gather(labels, indices)
+        total = gradient_and_loss(layout, vector, x[0], y[0])
+        for i in range(1, passes):
+            total += gradient_and_loss(layout, vector, x[i], y[i])
+        return total / passes if passes > 1 else total
+
+    # Called as it is, without a look at its arguments: a tenth of the time of a call.
+    compute = compute.get_concrete_function()
+
+    def gradient_of(vector: np.ndarray, indices: np.ndarray):
+        total = compute(tf.convert_to_tensor(vector), tf.convert_to_tensor(indices))
+        total = np.asarray(total)
+        with np.errstate(over="ignore"):
+            gradient, loss = total[:-1].astype(dtype, copy=False), float(total[-1])
+        # Their sum is finite if all are, but for an overflow, which is no better.
+        finite = np.isfinite(gradient.sum(dtype=np.float32))
+        return gradient, loss if finite else math.nan
+
+    return gradient_of
+
+
+def build_evaluation(layout: Layout) -> Callable[..., np.ndarray]:
+    """A function (vector [size], data.Split) -> summed loss, right answers, samples.
+
+    Sums, float64 [3], so that shares of a set may be added up before the one division.
+    """
+
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec([layout.size], tf.float32),
+            tf.TensorSpec([None, layout.shapes["hid_w"][0]], tf.uint8),
+            tf.TensorSpec([None], tf.uint8),
+        ]
+    )
+    def sums(vector, images, labels):
+        return evaluate(layout, vector, images, labels)
+
+    def evaluation(vector, samples: Split) -> np.ndarray:
+        total = np.zeros(3)
+        for first in range(0, len(samples), EVALUATION_BATCH):
+            part = samples[first : first + EVALUATION_BATCH]
+            total += sums(vector, part.images, part.labels).numpy()
+        return total
+
+    return evaluation
 
 
 def evaluate(

@@ -1,30 +1,39 @@
-"""Adam and SGD on one flat vector, in place: the parameter server's. NumPy only.
+"""Adam and SGD on one flat vector, in place: the parameter server's.
 
-They go through the vector in blocks that stay in the core's cache; whole-vector
-operations would fetch a large vector from memory a dozen times for one update.
+train.py has TensorFlow's own, which remember the same slots. The arithmetic is in
+optimizer.cpp, which install.sh compiles.
 """
 
+import ctypes
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 
-BLOCK = 1 << 15  # values; the arrays of one block take 128 kB each
+from replica import JobError
+
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8  # Adam's defaults in TensorFlow 1
-# The slots of weights without gradient, as those of a picture's margin, decay to
-# denormal numbers, with which a core computes five times slower. Added and taken away
-# again, this makes zeros of them and changes nothing else by more than 1e-27.
-SMALL = np.float32(1e-20)
+LIBRARY = Path(sys.prefix, "lib", "replica_optimizer.so")
 
 
 class Optimizer:
-    """What an optimizer remembers: its slots, float32 [size], and its updates."""
+    """Gradient descent; what it remembers between updates are slots, float32 [size].
 
+    Raises:
+        JobError: the library is missing.
+    """
+
+    function = "sgd"
     slot_names: tuple[str, ...] = ()
 
     def __init__(self, size: int):
+        try:
+            self._update = getattr(ctypes.CDLL(str(LIBRARY)), self.function)
+        except OSError as error:
+            raise JobError(f"expected {LIBRARY}: run ./install.sh ({error})") from error
         self.slots = {name: np.zeros(size, np.float32) for name in self.slot_names}
         self.updates = 0
-        self._scratch = np.empty((2, min(size, BLOCK)), np.float32)
 
     def update(self, vector: np.ndarray, gradient: np.ndarray, rate: float) -> None:
         """Change ``vector`` [size] in place by one step along ``gradient`` [size].
@@ -36,13 +45,35 @@ class Optimizer:
         """
         self.updates += 1
         arrays = (vector, gradient, *self.slots.values())
-        for first in range(0, len(vector), BLOCK):
-            block = [array[first : first + BLOCK] for array in arrays]
-            scratch = self._scratch[:, : len(block[0])]
-            self._update_block(rate, *scratch, *block)
+        for array in arrays:
+            if array.dtype != np.float32 or not array.flags.c_contiguous:
+                raise TypeError(f"expected a float32 vector, found {array.dtype}")
+            if array.shape != vector.shape:
+                raise ValueError(f"expected {vector.shape}, found {array.shape}")
+        self._update(
+            *(ctypes.c_void_p(array.ctypes.data) for array in arrays),
+            ctypes.c_long(len(vector)),
+            *(ctypes.c_float(number) for number in self._numbers(rate)),
+        )
 
-    def _update_block(self, rate: float, *arrays: np.ndarray) -> None:
-        raise NotImplementedError
+    def _numbers(self, rate: float) -> tuple[float, ...]:
+        return (rate,)
+
+
+class Momentum(Optimizer):
+    """Gradient descent with Polyak's momentum.
+
+    Polyak, "Some methods of speeding up the convergence of iteration methods", 1964.
+    """
+
+    function, slot_names = "momentum", ("momentum",)
+
+    def __init__(self, size: int, momentum: float):
+        super().__init__(size)
+        self.momentum = momentum
+
+    def _numbers(self, rate: float) -> tuple[float, ...]:
+        return rate, self.momentum
 
 
 class Adam(Optimizer):
@@ -52,50 +83,15 @@ class Adam(Optimizer):
     go into the rate.
     """
 
-    slot_names = ("adam_mean", "adam_variance")
+    function, slot_names = "adam", ("adam_mean", "adam_variance")
 
-    def _update_block(self, rate, step, root, vector, gradient, mean, variance) -> None:
-        corrected = (
-            rate * math.sqrt(1 - BETA2**self.updates) / (1 - BETA1**self.updates)
-        )
-        np.subtract(gradient, mean, out=step)
-        step *= 1 - BETA1
-        mean += step
-        mean += SMALL
-        mean -= SMALL
-        np.multiply(gradient, gradient, out=step)
-        step -= variance
-        step *= 1 - BETA2
-        variance += step
-        variance += SMALL
-        variance -= SMALL
-        np.sqrt(variance, out=root)
-        root += EPSILON
-        np.divide(mean, root, out=step)
-        step *= corrected
-        vector -= step
-
-
-class Sgd(Optimizer):
-    """Gradient descent, with Polyak's momentum where it is not 0."""
-
-    def __init__(self, size: int, momentum: float = 0.0):
-        self.momentum = momentum
-        self.slot_names = ("momentum",) if momentum else ()
-        super().__init__(size)
-
-    def _update_block(self, rate, step, _, vector, gradient, *velocity) -> None:
-        direction = gradient
-        if velocity:
-            (direction,) = velocity
-            direction *= self.momentum
-            direction += gradient
-            direction += SMALL
-            direction -= SMALL
-        np.multiply(direction, rate, out=step)
-        vector -= step
+    def _numbers(self, rate: float) -> tuple[float, ...]:
+        first, second = 1 - BETA1**self.updates, 1 - BETA2**self.updates
+        return rate * math.sqrt(second) / first, 1 - BETA1, 1 - BETA2, EPSILON
 
 
 def create(name: str, size: int, momentum: float = 0.0) -> Optimizer:
     """The optimizer ``name``, "adam" or "sgd", for a vector [size]."""
-    return Adam(size) if name == "adam" else Sgd(size, momentum)
+    if name == "adam":
+        return Adam(size)
+    return Momentum(size, momentum) if momentum else Optimizer(size)

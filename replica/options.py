@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -79,6 +79,27 @@ def _addresses(text: str) -> str:
     return text
 
 
+class Straggler(NamedTuple):
+    """The rank that is made to wait, and for how long at every step."""
+
+    rank: int
+    milliseconds: float
+
+    def __str__(self) -> str:
+        return f"{self.rank}:{self.milliseconds:g}"
+
+
+def _straggler(text: str) -> Straggler:
+    """A type for argparse: RANK:MILLISECONDS."""
+    rank, _, milliseconds = text.partition(":")
+    try:
+        return Straggler(COUNT_OR_0(rank), POSITIVE_OR_0(milliseconds))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected RANK:MILLISECONDS, as 1:50, found {text!r}"
+        ) from None
+
+
 def _flag(group: str, default, help: str, **how):  # noqa: A002
     """A field of Options, with what argparse is told of its flag."""
     if isinstance(default, bool):
@@ -129,7 +150,17 @@ class Options:
         metavar="N",
     )
     learning_rate: float = _flag(
-        "model and training", 0.01, "Adam's rate", type=POSITIVE, metavar="RATE"
+        "model and training", 0.01, "of the optimizer", type=POSITIVE, metavar="RATE"
+    )
+    optimizer: str = _flag(
+        "model and training", "adam", "how a gradient is used", choices=("adam", "sgd")
+    )
+    momentum: float = _flag(
+        "model and training",
+        0.0,
+        "of --optimizer sgd",
+        type=MOMENTUM,
+        metavar="FRACTION",
     )
     seed: int = _flag(
         "model and training",
@@ -173,6 +204,14 @@ class Options:
         "send numbers as they are or in half precision",
         choices=("none", "fp16"),
     )
+    straggler: Straggler | None = _flag(
+        "several processes",
+        None,
+        "make a rank that trains wait so long at every step, as a slow machine would "
+        "(default: none waits)",
+        type=_straggler,
+        metavar="RANK:MILLISECONDS",
+    )
 
     def check_samples(self, samples: int, replicas: int, batches: int) -> None:
         """Refuse a training set that is smaller than what one update takes."""
@@ -200,6 +239,22 @@ class Options:
             raise JobError(
                 "--download_only: expected --data_dir too, found none", code=2
             )
+        if self.momentum and self.optimizer != "sgd":
+            raise JobError("--momentum: expected --optimizer sgd too", code=2)
+
+    def check_straggler(self, trainers: range) -> None:
+        """Refuse a straggler that is none of the ranks that train."""
+        if self.straggler and self.straggler.rank not in trainers:
+            raise JobError(
+                f"--straggler: expected a rank that trains, {trainers[0]} to "
+                f"{trainers[-1]}, found {self.straggler.rank}",
+                code=2,
+            )
+
+    def delay(self, rank: int) -> float:
+        """Seconds that ``rank`` waits at every step."""
+        late = self.straggler and self.straggler.rank == rank
+        return self.straggler.milliseconds / 1000 if late else 0.0
 
     def identity(self) -> dict:
         """What must be equal on all ranks: the options and the program itself."""
@@ -337,16 +392,6 @@ class ServerOptions(Options):
         "parameters, every other rank sends it gradients."
     )
 
-    optimizer: str = _flag(
-        "model and training", "adam", "the server's", choices=("adam", "sgd")
-    )
-    momentum: float = _flag(
-        "model and training",
-        0.0,
-        "of --optimizer sgd",
-        type=MOMENTUM,
-        metavar="FRACTION",
-    )
     staleness_lr: bool = _flag(
         "model and training",
         True,
@@ -386,6 +431,18 @@ class ServerOptions(Options):
         metavar="N",
     )
 
+    overlap: bool = _flag(
+        "several processes",
+        False,
+        "compute the next gradient while the answer to the last is under way, on "
+        "parameters that miss it: one more update of staleness",
+    )
+
+    @property
+    def copies(self) -> int:
+        """How many messages may be under way to a worker, and from it."""
+        return 1 + self.overlap
+
     @property
     def wire_type(self) -> str:
         """The type of the numbers in a message."""
@@ -395,24 +452,29 @@ class ServerOptions(Options):
         super().check()
         refused = [
             (
-                self.momentum and self.optimizer != "sgd",
-                "--momentum",
-                "--optimizer sgd",
-            ),
-            (
                 self.replicas_to_aggregate and not self.sync_replicas,
                 "--replicas_to_aggregate",
-                "--sync_replicas",
+                "--sync_replicas too",
             ),
             (
                 self.max_staleness is not None and self.sync_replicas,
                 "--max_staleness",
                 "--no-sync_replicas: synchronous gradients are never stale",
             ),
+            (
+                self.overlap and self.sync_replicas,
+                "--overlap",
+                "--no-sync_replicas: its gradients would always be late",
+            ),
+            (
+                self.overlap and self.max_staleness is not None,
+                "--overlap",
+                "no --max_staleness: a worker held back has none under way",
+            ),
         ]
         for wrong, flag, expected in refused:
             if wrong:
-                raise JobError(f"{flag}: expected {expected} too", code=2)
+                raise JobError(f"{flag}: expected {expected}", code=2)
 
     def check_ranks(self, ranks: int) -> int:
         """The number of servers, if ``ranks`` are enough for them and a worker.
@@ -427,6 +489,7 @@ class ServerOptions(Options):
                 f"mpirun -np {self.num_ps + 2} python ps_mode.py",
                 code=2,
             )
+        self.check_straggler(range(self.num_ps, ranks))
         return self.num_ps
 
     def policy(self, workers: int) -> policy.Asynchronous | policy.Synchronous:

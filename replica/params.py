@@ -3,7 +3,9 @@
 NumPy only: a parameter server needs nothing else.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +79,18 @@ def mlp(hidden_units: int, classes: int = 10) -> Layout:
             "sm_b": 0.0,
         },
     )
+
+
+def slices(size: int, parts: int) -> list[slice]:
+    """``parts`` contiguous parts of a vector [size], as even as can be."""
+    ends = [size * part // parts for part in range(parts + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
+def join(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The float32 vector of which ``parts`` are the slices; the only one is no copy."""
+    vector = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return vector.astype(np.float32, copy=False)
 
 
 def truncated_normal(

@@ -123,6 +123,16 @@ def quiet_stderr() -> Iterator[None]:
             os.close(kept)
 
 
+@contextlib.contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Make one line of the failure of an import."""
+    try:
+        yield
+    except Exception as error:
+        told = f"{what} does not work here ({type(error).__name__}: {error})"
+        raise JobError(f"{told}; run ./install.sh".replace("\n", " ")) from error
+
+
 def run(main: Callable[[], object], prog: str) -> None:
     """Call ``main`` and leave the process, so that a failing rank ends the job.
 

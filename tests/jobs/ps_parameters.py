@@ -13,14 +13,14 @@ from replica import report
 
 def main() -> None:
     prefix, flags = sys.argv[1], sys.argv[2:]
-    serve = ps_mode.Shard.serve
+    serve = ps_mode.Server.serve
 
     def saving(self):
         found = serve(self)
         np.save(f"{prefix}{self.rank}.npy", self.vector)
         return found
 
-    ps_mode.Shard.serve = saving
+    ps_mode.Server.serve = saving
     ps_mode.main(flags)
 
 

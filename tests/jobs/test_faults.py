@@ -103,9 +103,9 @@ def test_ranks_with_different_data_are_told_apart(tmp_path):
 NO_UPDATE = """
 import sys, replica.report as report
 def patched(main, prog, run=report.run):
-    def adam(state, gradient, step, rate):
+    def update(state, gradient, step, rate, momentum):
         state.vector.assign_add(0 * gradient)
-    sys.modules["__main__"].adam = adam
+    sys.modules["__main__"].update = update
     run(main, prog)
 report.run = patched
 """
@@ -189,11 +189,14 @@ def test_ranks_with_different_options_are_told_apart():
     assert job.count("ranks disagree on hidden_units: 100 (rank 0), 64 (rank 1)") == 1
 
 
-def test_wrong_numbers_of_replicas_and_samples_are_refused():
+def test_wrong_numbers_of_replicas_ranks_and_samples_are_refused():
     job = run("mpirun -np 2 python train.py --replicas_to_aggregate 3")
     assert job.code == 2
     assert job.count("expected a multiple of the 2 replicas, found 3") == 1
     assert job.count("ps_mode.py --sync_replicas --replicas_to_aggregate 3") == 1
+    job = run("mpirun -np 2 python train.py --straggler 2:50")
+    assert job.code == 2
+    assert job.count("expected a rank that trains, 0 to 1, found 2") == 1
     job = run("mpirun -np 2 python train.py --batch_size 2751")
     assert job.code == 2
     assert job.count("expected at least 5502 training samples") == 1

@@ -32,8 +32,10 @@ def served(tmp_path, ranks: int, flags: str, servers: int = 1) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def test_one_worker_trains_as_the_plain_loop(tmp_path):
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "sgd --momentum 0.9"])
+def test_one_worker_trains_as_the_plain_loop(tmp_path, optimizer):
     flags = "--train_steps 100 --learning_rate 0.001 --seed 2"
+    flags += f" --optimizer {optimizer}"
     expected, _ = parameters(tmp_path / "p.npz", "", flags)
     found = served(tmp_path, 2, flags)
     np.testing.assert_allclose(found, expected, atol=1e-6)
@@ -102,6 +104,15 @@ def test_the_target_ends_the_job():
     assert job.final["applied"] == job.final["steps"] < 2000
 
 
+def test_a_straggler_makes_fewer_updates_and_is_stated():
+    job = run(f"{MPIRUN} 3 python ps_mode.py --straggler 2:20")
+    assert job.code == 0, job.err
+    assert job.final["straggler"] == {"rank": 2, "milliseconds": 20}
+    fast, slow = job.final["updates_per_worker"]
+    assert 0 < slow < fast / 2
+    assert job.final["per_worker"][1]["compute"] >= 0.02 * slow
+
+
 @pytest.mark.parametrize(
     ("command", "code", "message"),
     [
@@ -109,6 +120,8 @@ def test_the_target_ends_the_job():
         (f"{MPIRUN} 3 python ps_mode.py --num_ps 3", 2, "expected at least 4 ranks"),
         (f"{MPIRUN} 2 python ps_mode.py --max_staleness -1", 2, "at least 0"),
         (f"{MPIRUN} 2 python ps_mode.py --momentum 0.5", 2, "--optimizer sgd"),
+        (f"{MPIRUN} 3 python ps_mode.py --straggler 0:9", 2, "trains, 1 to 2, found 0"),
+        (f"{MPIRUN} 3 python ps_mode.py --straggler 3:9", 2, "trains, 1 to 2, found 3"),
         (f"{MPIRUN} 2 python ps_mode.py --replicas_to_aggregate 0", 2, "at least 1"),
         (f"{MPIRUN} 2 python ps_mode.py --ps_hosts a:1", 2, "name the hosts"),
         (f"{MPIRUN} 2 python ps_mode.py --learning_rate 1e30", 1, "has diverged"),
@@ -199,20 +212,19 @@ def test_workers_with_different_data_are_told_apart(tmp_path):
     assert "(rank 1)" in job.err
 
 
+# Makes the worker compute on parameters that are no numbers, at some of its calls.
 NAN_FOR_A_WHILE = """
-import replica.report as report, sys
-def run(main, prog, run=report.run):
-    script = sys.modules["__main__"]
-    def build(*how, build=script.build_gradient):
-        compute, sampler = build(*how)
-        calls = iter(range(10**9))
+import replica.data as data
+def load(*how, load=data.load):
+    import replica.model as model
+    def build(*how, build=model.build_gradient):
+        compute, calls = build(*how), iter(range(10**9))
         def poisoned(vector, indices):
-            found = compute(vector, indices)
-            return found * float("nan") if {} else found
-        return poisoned, sampler
-    script.build_gradient = build
-    run(main, prog)
-report.run = run
+            return compute(vector * float("nan") if {} else vector, indices)
+        return poisoned
+    model.build_gradient = build
+    return load(*how)
+data.load = load
 """
 
 

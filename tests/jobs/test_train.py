@@ -161,6 +161,13 @@ def test_half_precision_and_clipping_train_and_scaling_is_told():
     assert "learning rate: 0.00707107 (--learning_rate 0.005" in job.err
 
 
+def test_all_wait_for_a_straggler_and_it_is_stated():
+    job = run("mpirun -np 2 python train.py --straggler 1:20 --train_steps 50")
+    assert job.code == 0, job.err
+    assert job.final["straggler"] == {"rank": 1, "milliseconds": 20}
+    assert job.final["seconds"] >= 50 * 0.02
+
+
 def test_a_reached_target_stops_all_ranks_at_the_same_step():
     job = run(
         "mpirun -np 2 python train.py --train_steps 100000 --eval_every 20 "

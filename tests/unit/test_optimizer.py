@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica import optimizer
-from replica.optimizer import Adam, Sgd
+from replica import JobError, optimizer
+from replica.optimizer import Adam, Momentum, Optimizer
 
 THEIRS = tf.compat.v1.train
 PAIRS = [
     (Adam, THEIRS.AdamOptimizer),
-    (Sgd, THEIRS.GradientDescentOptimizer),
-    (lambda n: Sgd(n, 0.9), lambda rate: THEIRS.MomentumOptimizer(rate, 0.9)),
+    (Optimizer, THEIRS.GradientDescentOptimizer),
+    (lambda n: Momentum(n, 0.9), lambda rate: THEIRS.MomentumOptimizer(rate, 0.9)),
 ]
 
 
-@pytest.mark.parametrize("size", [1, 1000, optimizer.BLOCK, 2 * optimizer.BLOCK + 7])
+@pytest.mark.parametrize("size", [1, 1000, 65543])
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["adam", "sgd", "momentum"])
 def test_ten_updates_are_tensorflows(size, ours, theirs):
     rng = np.random.default_rng(1)
@@ -35,8 +35,8 @@ def test_ten_updates_are_tensorflows(size, ours, theirs):
 
 def test_slots_are_named_vectors():
     assert [*Adam(5).slots] == ["adam_mean", "adam_variance"]
-    assert [*Sgd(5).slots] == []
-    assert [*Sgd(5, 0.9).slots] == ["momentum"]
+    assert [*Optimizer(5).slots] == []
+    assert [*Momentum(5, 0.9).slots] == ["momentum"]
     assert all(slot.shape == (5,) for slot in Adam(5).slots.values())
 
 
@@ -54,7 +54,9 @@ def test_an_update_allocates_no_vector():
     assert peak < 100_000
 
 
-@pytest.mark.parametrize("ours", [Adam, lambda n: Sgd(n, 0.9)], ids=["adam", "sgd"])
+@pytest.mark.parametrize(
+    "ours", [Adam, lambda n: Momentum(n, 0.9)], ids=["adam", "momentum"]
+)
 def test_slots_without_gradient_decay_to_zero_not_to_denormal_numbers(ours):
     found, vector = ours(100), np.ones(100, np.float32)
     gradient = np.full(100, 1e-12, np.float32)
@@ -65,3 +67,23 @@ def test_slots_without_gradient_decay_to_zero_not_to_denormal_numbers(ours):
         found.update(vector, gradient, 0.01)
         for slot in found.slots.values():
             assert not ((np.abs(slot) < smallest) & (slot != 0)).any()
+
+
+@pytest.mark.parametrize(
+    ("gradient", "error"),
+    [
+        (np.ones(5), TypeError),
+        (np.ones(10, np.float32)[::2], TypeError),
+        (np.ones(4, np.float32), ValueError),
+    ],
+    ids=["float64", "strided", "short"],
+)
+def test_a_gradient_of_another_kind_is_refused(gradient, error):
+    with pytest.raises(error, match="expected"):
+        Adam(5).update(np.ones(5, np.float32), gradient, 0.01)
+
+
+def test_a_missing_library_is_told_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(optimizer, "LIBRARY", tmp_path / "none.so")
+    with pytest.raises(JobError, match=r"none.so: run ./install.sh"):
+        Adam(5)

@@ -87,6 +87,11 @@ def test_retired_flags_say_what_to_write_instead(name, form):
         ("lr_scaling", "cubic", "none"),
         ("data_dir", "", "a folder"),
         ("mirrors", "", "addresses"),
+        ("straggler", "1", "RANK:MILLISECONDS, as 1:50"),
+        ("straggler", "1:-5", "RANK:MILLISECONDS, as 1:50"),
+        ("straggler", "1:soon", "RANK:MILLISECONDS, as 1:50"),
+        ("optimizer", "lamb", "adam"),
+        ("momentum", "1", "to below 1"),
         ("mirrors", "/mnt/m", "http:// or https:// addresses"),
     ],
 )
@@ -95,6 +100,15 @@ def test_a_bad_value_is_named_with_what_was_expected(flag, value, expected):
     assert flag in message
     assert value in message
     assert expected in message
+
+
+def test_a_straggler_waits_at_every_step_and_no_other_rank_does():
+    opts = parse("--straggler=1:50")
+    assert [opts.delay(rank) for rank in range(3)] == [0, 0.05, 0]
+    assert str(opts.straggler) == "1:50"
+    opts.check_straggler(range(2))
+    with pytest.raises(JobError, match="trains, 0 to 0, found 1"):
+        opts.check_straggler(range(1))
 
 
 def test_unknown_and_abbreviated_flags_are_refused():

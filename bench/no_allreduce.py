@@ -20,4 +20,4 @@ train.connect = connect
 train.check_equal = lambda state, when: None  # the replicas go separate ways here
 
 if __name__ == "__main__":
-    report.run(train.main, "no_communication.py")
+    report.run(train.main, "no_allreduce.py")
