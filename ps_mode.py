@@ -21,12 +21,22 @@ Lines that exist only because there is more than one process are marked
 import enum
 import gc
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
 
-from replica import JobError, data, fetch, optimizer, options, params, placement, report
+from replica import (
+    JobError,
+    data,
+    describe,
+    fetch,
+    optimizer,
+    options,
+    params,
+    placement,
+    report,
+)
 from replica.coordinator import NOBODY, Command, Coordinator, Order, order_size
 from replica.link import Message, Peers
 
@@ -59,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     # all ranks: server 0 names a silent worker earlier; this sees all the rest
     watchdog = report.Watchdog(2 * opts.stall_timeout, opts.PROG)
     peers, sizes, found = connect(opts, dataset, watchdog)
-    placed += found + opts.describe(sizes, layout.size, here.size - servers)
+    placed += found + describe.workers(opts, sizes, layout.size, here.size - servers)
     for line in placed:
         report.say(line)
     if serving:
@@ -96,13 +106,12 @@ def connect(
         with report.importing("TensorFlow"), report.quiet_stderr():
             from replica import model
         missing = model.gpu_is_missing()
-    comm = MPI.COMM_WORLD
-    peers = Peers(comm)
+    peers = Peers(MPI.COMM_WORLD)
     # all ranks: a rank with other options or data would train something else, or hang
     mine = opts.identity() | (dataset.sizes.content() if dataset else {})
-    everyone = comm.allgather((mine, dataset and dataset.sizes, missing))
+    everyone = peers.comm.allgather((mine, dataset and dataset.sizes, missing))
     everyone, sizes, missing = zip(*everyone, strict=True)
-    if found := options.disagreement(everyone):
+    if found := report.disagreement(everyone):
         raise JobError(found)
     watchdog.beat("all ranks met")
     return peers, sizes[-1], placement.missing_gpus(missing)
@@ -124,10 +133,9 @@ class Server:
         self.snapshots: deque[np.ndarray] = deque()  # to be evaluated
         self.version = 0
         # server: no links with the other servers, only decisions
-        workers = range(opts.num_ps, peers.comm.Get_size())
-        links = peers.links(dict.fromkeys(workers, size), opts.wire_type, opts.copies)
-        self.links = list(links.values())
-        self.order = np.zeros(order_size(len(links)))  # to or from server 0
+        sizes = dict.fromkeys(range(opts.num_ps, peers.comm.Get_size()), size)
+        self.links = peers.links(sizes, opts.wire_type, opts.copies)
+        self.order = np.zeros(order_size(len(self.links)))  # to or from server 0
 
     def serve(self) -> dict:
         """Serve until every worker has been told to stop; returns what was counted."""
@@ -203,8 +211,8 @@ class Server:
         if self.opts.num_ps > 1:
             numbers = order.numbers()
             self.order[: len(numbers)] = numbers
-        for server in range(1, self.opts.num_ps):
-            self.peers.send(self.order, server, Tag.DECISION)
+            for server in range(1, self.opts.num_ps):
+                self.peers.send(self.order, server, Tag.DECISION)
         self.carry_out(order, message)
 
     def carry_out(self, order: Order, message: Message | None) -> None:
@@ -224,10 +232,10 @@ class Server:
         if order.snapshot:
             self.snapshots.append(self.vector.copy())
         for worker, command, ticket in order.release:
-            evaluate = command == Command.EVALUATE
-            vector = self.snapshots.popleft() if evaluate else self.vector
-            link = self.links[worker]
-            link.send(Tag.PARAMETERS, vector, self.version, ticket, command, 0.0)
+            newest = command != Command.EVALUATE
+            vector = self.vector if newest else self.snapshots.popleft()
+            header = self.version, ticket, command, 0.0
+            self.links[worker].send(Tag.PARAMETERS, vector, *header)
 
 
 def work(
@@ -238,7 +246,7 @@ def work(
 
     parts = params.slices(layout.size, opts.num_ps)
     sizes = {server: part.stop - part.start for server, part in enumerate(parts)}
-    links = list(peers.links(sizes, opts.wire_type, opts.copies).values())
+    links = peers.links(sizes, opts.wire_type, opts.copies)
     for link in links:
         link.post(Tag.PARAMETERS)
     batch, passes = opts.batch_size, opts.push_every
@@ -251,18 +259,10 @@ def work(
     gc.freeze()
     # all ranks: start together, when the workers have compiled
     peers.barrier()
-    spent: Counter[str] = Counter()
-    mark = time.perf_counter()
-
-    def lap(what: str) -> None:
-        nonlocal mark
-        now = time.perf_counter()
-        spent[what] += now - mark
-        mark = now
-
+    spent, gradients = report.Stopwatch(), 0
     while True:
         messages = [link.wait() for link in links]
-        lap("wait")
+        spent.lap("wait")
         watchdog.beat("the servers' last message")
         version, ticket, command, _ = messages[0].header()
         versions = [message.header()[0] for message in messages]
@@ -273,27 +273,26 @@ def work(
         for link in links:
             link.post(Tag.PARAMETERS)
         vector = params.join([message.vector for message in messages])
-        lap("exchange")
+        spent.lap("exchange")
         if command == Command.EVALUATE:
-            sets = dataset.validation, dataset.test
-            sums = np.concatenate([evaluate(vector, samples) for samples in sets])
-            peers.send(sums, 0, Tag.EVALUATION)
-            lap("evaluate")
+            sums = [evaluate(vector, s) for s in (dataset.validation, dataset.test)]
+            peers.send(np.concatenate(sums), 0, Tag.EVALUATION)
+            spent.lap("evaluate")
             continue
         tickets = range(ticket * passes, (ticket + 1) * passes)
         gradient, loss = compute(vector, sampler.batches(tickets))
         if delay:  # --straggler
             time.sleep(delay)
-        lap("compute")
+        spent.lap("compute")
         for link, part in zip(links, parts, strict=True):
             link.send(Tag.GRADIENT, gradient[part], version, ticket, command, loss)
         if opts.overlap:  # or it would not be under way before the next is computed
             for link in links:
                 link.flush()
-        lap("exchange")
-        spent["gradients"] += 1
-    moved = sum(link.moved for link in links)
-    return {key: round(value, 3) for key, value in spent.items()} | {"bytes": moved}
+        spent.lap("exchange")
+        gradients += 1
+    counted = {"gradients": gradients, "bytes": sum(link.moved for link in links)}
+    return spent.report() | counted
 
 
 if __name__ == "__main__":

@@ -15,7 +15,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from replica import JobError, data, fetch, optimizer, options, params, placement, report
+from replica import (
+    JobError,
+    data,
+    describe,
+    fetch,
+    optimizer,
+    options,
+    params,
+    placement,
+    policy,
+    report,
+)
 
 # Imported by connect(), once the flags are read and the cores are chosen.
 hvd = tf = model = None
@@ -87,7 +98,7 @@ def connect(opts: options.AllreduceOptions, dataset: data.Dataset) -> list[str]:
     hvd.init()
     # all ranks: a rank with other options or data would train something else, or hang
     mine = opts.identity() | dataset.sizes.content()
-    if found := options.disagreement(hvd.allgather_object(mine)):
+    if found := report.disagreement(hvd.allgather_object(mine)):
         raise JobError(found)
     return placement.missing_gpus(hvd.allgather_object(model.gpu_is_missing()))
 
@@ -100,9 +111,11 @@ def train(
     passes = opts.passes_per_update(ranks)
     batches = ranks * passes  # averaged by one update
     opts.check_samples(len(dataset.train), ranks, batches)
-    rate = opts.scaled_learning_rate(batches)
+    rate = policy.batch_scaled_rate(opts.learning_rate, opts.lr_scaling, batches)
     layout = params.mlp(opts.hidden_units, opts.num_classes)
-    for line in opts.describe(dataset.sizes, layout.size, ranks, batches, rate):
+    for line in describe.replicas(
+        opts, dataset.sizes, layout.size, ranks, batches, rate
+    ):
         report.say(line)
 
     # rank 0: draws the initial values, which the broadcast brings to the others

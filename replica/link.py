@@ -102,9 +102,7 @@ class Peers:
         """Receive what ``send`` sends."""
         self.wait(self.comm.Irecv(numbers, peer, tag).Test)
 
-    def links(
-        self, sizes: dict[int, int], dtype: str, copies: int
-    ) -> dict[int, "Link"]:
+    def links(self, sizes: dict[int, int], dtype: str, copies: int) -> list["Link"]:
         """A link with each of some ranks. All ranks of the communicator call this.
 
         Args:
@@ -138,10 +136,10 @@ class Peers:
             ]
 
         sync = window.Sync if window else None
-        return {
-            peer: Link(self, peer, messages(me, peer), messages(peer, me), sync)
+        return [
+            Link(self, peer, messages(me, peer), messages(peer, me), sync)
             for peer in sizes
-        }
+        ]
 
     def _window(self, nbytes: int):
         """Memory that the ranks of this host share, ``nbytes`` of it for this rank.

@@ -5,7 +5,12 @@ the workers from 0. Each worker has one gradient under way at the most: it sends
 and computes the next when it is released.
 """
 
+import math
 from dataclasses import dataclass, field
+
+import numpy as np
+
+from replica import UsageError
 
 
 @dataclass(frozen=True)
@@ -111,3 +116,21 @@ def scaled_rate(rate: float, staleness: int) -> float:
     divide by the staleness, which they count from 1.
     """
     return rate / (1 + staleness)
+
+
+def batch_scaled_rate(rate: float, rule: str, batches: int) -> float:
+    """The rate for an update that averages ``batches`` batches, by --lr_scaling.
+
+    Linear: Goyal et al., "Accurate, Large Minibatch SGD", 2017. Square root:
+    Krizhevsky, "One weird trick for parallelizing CNNs", 2014.
+
+    Raises:
+        UsageError: it does not fit into 32 bits.
+    """
+    factors = {"none": 1.0, "sqrt": math.sqrt(batches), "linear": float(batches)}
+    scaled, most = rate * factors[rule], float(np.finfo(np.float32).max)
+    if scaled > most:
+        raise UsageError(
+            f"--lr_scaling {rule}: expected a rate of at most {most}, found {scaled}"
+        )
+    return scaled

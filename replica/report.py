@@ -13,7 +13,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -177,6 +178,38 @@ def code_version() -> str:
     for path in sorted([*package.glob("*.py"), *package.parent.glob("*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def disagreement(all_ranks: Sequence[dict]) -> str | None:
+    """Where a rank tells other than the first rank that tells of it, or None."""
+    told: dict[str, tuple[int, object]] = {}
+    for rank, theirs in enumerate(all_ranks):
+        for name, value in theirs.items():
+            first, ours = told.setdefault(name, (rank, value))
+            if value != ours:
+                return (
+                    f"ranks disagree on {name}: {ours} (rank {first}), "
+                    f"{value} (rank {rank})"
+                )
+    return None
+
+
+class Stopwatch:
+    """Where the time goes: seconds by name, each since the last lap."""
+
+    def __init__(self):
+        self.seconds: Counter[str] = Counter()
+        self._mark = time.perf_counter()
+
+    def lap(self, what: str) -> None:
+        """Count the time since the last lap for ``what``."""
+        now = time.perf_counter()
+        self.seconds[what] += now - self._mark
+        self._mark = now
+
+    def report(self) -> dict[str, float]:
+        """All of it, in milliseconds' precision."""
+        return {what: round(seconds, 3) for what, seconds in self.seconds.items()}
 
 
 class Watchdog:

@@ -2,8 +2,9 @@ import dataclasses
 
 import pytest
 
-from replica import JobError, options
-from replica.options import RETIRED, AllreduceOptions
+from replica import JobError, options, policy, report
+from replica.flags import RETIRED
+from replica.options import AllreduceOptions
 
 
 def parse(*argv: str) -> AllreduceOptions:
@@ -132,8 +133,7 @@ def test_replicas_to_aggregate_is_a_multiple_of_the_replicas():
 
 def test_learning_rate_rules():
     rates = [
-        parse(f"--lr_scaling={rule}").scaled_learning_rate(4)
-        for rule in ("none", "sqrt", "linear")
+        policy.batch_scaled_rate(0.01, rule, 4) for rule in ("none", "sqrt", "linear")
     ]
     assert rates == pytest.approx([0.01, 0.02, 0.04])
 
@@ -159,19 +159,16 @@ def test_evaluations_end_with_the_last_step():
 
 def test_disagreement_names_option_values_and_ranks():
     asked = [{"hidden_units": 100}, {"hidden_units": 100}, {"hidden_units": 64}]
-    assert options.disagreement(asked[:2]) is None
-    assert options.disagreement(asked) == (
+    assert report.disagreement(asked[:2]) is None
+    assert report.disagreement(asked) == (
         "ranks disagree on hidden_units: 100 (rank 0), 64 (rank 2)"
     )
 
 
 def test_a_scaled_rate_fits_float32():
-    opts = options.parse(
-        ["--learning_rate", "1e38", "--lr_scaling", "linear"], AllreduceOptions
-    )
-    assert opts.scaled_learning_rate(3) == 3e38
+    assert policy.batch_scaled_rate(1e38, "linear", 3) == 3e38
     with pytest.raises(JobError, match=r"at most 3\.4.*found 4e"):
-        opts.scaled_learning_rate(4)
+        policy.batch_scaled_rate(1e38, "linear", 4)
 
 
 def test_a_switch_is_true_or_false():
@@ -182,9 +179,9 @@ def test_a_switch_is_true_or_false():
 
 def test_ranks_that_differ_are_named():
     ranks = [{"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}]
-    found = options.disagreement(ranks)
+    found = report.disagreement(ranks)
     assert found == "ranks disagree on b: 2 (rank 1), 3 (rank 3)"
-    assert options.disagreement([{"a": 4}, *ranks]) == (
+    assert report.disagreement([{"a": 4}, *ranks]) == (
         "ranks disagree on a: 4 (rank 0), 1 (rank 1)"
     )
-    assert options.disagreement(ranks[:3]) is None
+    assert report.disagreement(ranks[:3]) is None
